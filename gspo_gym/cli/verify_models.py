@@ -39,13 +39,13 @@ def read_model(checkpoint: Path, records: StepRecords, dtype: str) -> Model:
         modules["reference"] = _load(checkpoint, dtype, is_adapted=bool(own_tensors))  # none: without the adapter
         for name, parameter in modules["reference"].named_parameters():
             parameter.data = own_tensors.get(name, parameter.data)
-    if dtype == "float64":
-        modules = {name: module.double() for name, module in modules.items()}
     if records.config.get("distillation.teacher", "self") != "self":  # the policy, which is there
         # One that is no longer here is said to be missing: what was learned from it is recomputed from records.
         with contextlib.suppress(RecordError):
             if (teacher := _teacher_of(records.config, checkpoint.parents[1])) is not None:
                 modules["teacher"] = _load(teacher, dtype, is_adapted=True)
+    if dtype == "float64":
+        modules = {name: module.double() for name, module in modules.items()}
     moments = {name: v for name, v in tensors.items() if name.startswith("optimizer.")}
     vocabulary = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False).get_vocab()
     return Model(modules, moments, records, 1 + max(vocabulary.values()))

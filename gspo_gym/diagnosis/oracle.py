@@ -9,7 +9,7 @@ In float64, with gradients by hand. For a sampled token with logprob p, old logp
     KL         x = reference - p: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x          joschu.net/blog/kl-approx.html
     dual clip  for A < 0, s counts as at most dual_clip                                           arXiv 1912.09729
     surrogate  what stands in the place of min(s A, clip(s) A), and its slope in p                       SURROGATES
-    teacher    - coefficient / tokens of the step * w s A, A = log p_T - log p_S [+ KL(S || T)]; 0 where p fell by > 0.2
+    teacher    what a divergence from it adds                                                    oracle_teacher.py
 
 a is 1 over the aggregation's denominator, w the correction's weight. Rules of no paper are in configs/README.md.
 The weights move by AdamW (arXiv 1711.05101, algorithm 2). `cli/verify.py` reads the files and compares.
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_gym.diagnosis.oracle_forks import forked
+from gspo_gym.diagnosis.oracle_teacher import divergence_of, taught
 from gspo_gym.types import FinishReason, Outcome, Trajectory
 
 Floats = NDArray[np.float64]
@@ -397,18 +398,12 @@ def terms_of(
         terms["loss/kl"] = config["loss.kl_coef"] * kl
         terms["slope"] += config["loss.kl_coef"] * slope
     terms["loss/entropy"] = -config["loss.entropy_coef"] * seen["entropy"]
+    slopes = [terms["slope"], np.full(len(at), -config["loss.entropy_coef"])]
     if "distillation.teacher" in config:
-        empty = np.nan if config["distillation.teacher"] == "self" else 0.0  # NaN: no feedback to read
-        gap = records.columns.get("teacher_log_ratio", np.full(len(records.turn), empty))[at]
-        kl = records.columns.get("teacher_kl", np.zeros(len(records.turn)))[at]
-        is_kept = np.exp(now - drift) - np.exp(now) <= 0.2
-        pull = -config["distillation.coefficient"] / num_tokens / unit * w * is_kept * s * np.nan_to_num(gap + kl)
-        terms["loss/distillation"], terms["slope"] = pull, terms["slope"] + pull
-        terms |= {"distillation/advantage": gap + kl, "distillation/dropped_fraction": gap * 0 + ~is_kept}
-        x = gap.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        terms["distillation/kl"] = kl if config["distillation.baseline"] else np.expm1(x) - x
+        taught_terms, pull = taught(config, records.columns, at, seen, w / num_tokens / unit, s)
+        terms, slopes = terms | taught_terms, [slopes[0] + pull[0], slopes[1], *pull[1:]]
     terms["loss/total"] = np.sum([term for name, term in terms.items() if name.startswith("loss/")], axis=0)
-    terms["slopes"] = unit * np.stack([terms["slope"], np.full(len(at), -config["loss.entropy_coef"])])
+    terms["slopes"] = unit * np.stack(slopes)
     return terms | {"unit": unit / num_steps, "share": unit / num_steps * terms["loss/total"]}
 
 
@@ -477,11 +472,12 @@ class Model:
     def forward(self, module: str, at: Indices, slopes: Floats | None = None, *, against: str = "") -> Floats:
         """Return [2, len(at)] logprobs and entropies, row by row; add up gradients by `slopes` of the loss in both.
 
-        With another module `against`, log(other / module) and KL(module || other) in their place, at temperature 1.
+        With a third row of slopes, divergences from the teacher, too. With another module `against`, instead
+        log(other / module) and KL(module || other), at temperature 1.
         """
         import torch  # here: `verify --help` needs none
 
-        scores = np.zeros((2, len(at)))
+        scores = np.zeros((2 if slopes is None else len(slopes), len(at)))
         for row in np.unique(self.row[at]):
             here = np.flatnonzero(self.row[at] == row)
             position = torch.from_numpy(self.position[at[here]])
@@ -490,10 +486,13 @@ class Model:
                 own = self.log_softmax(module, ids, position, is_plain=against != "")
                 every = self.log_softmax(against, ids, position, is_plain=True) - own if against else own
                 mean = -(own.exp() * every.masked_fill(own.isneginf(), 0.0)).sum(-1)
-                pair = every.gather(-1, ids[position, None])[:, 0], mean
+                parts = [every.gather(-1, ids[position, None])[:, 0], mean]
+                if len(scores) > 2:
+                    pair = [self.log_softmax(name, ids, position, is_plain=True) for name in (module, "teacher")]
+                    parts.append(divergence_of(self._config, pair[0], pair[1].detach()))
                 if slopes is not None:
-                    torch.autograd.backward(pair, [torch.from_numpy(slope[here]).to(own) for slope in slopes])
-            scores[:, here] = torch.stack(pair).detach().numpy()
+                    torch.autograd.backward(parts, [torch.from_numpy(slope[here]).to(own) for slope in slopes])
+            scores[:, here] = torch.stack(parts).detach().numpy()
         return scores
 
     def log_softmax(self, module: str, ids: Any, position: Any, *, is_plain: bool) -> Any:

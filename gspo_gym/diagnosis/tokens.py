@@ -475,7 +475,7 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
     distillation = _distillation(view)
     names = ("old_logprob", "advantage", "ref_logprob", "teacher_log_ratio", "teacher_kl")
     columns = {name: view.column(name) for name in names}
-    columns |= {name: view.column(name, number) for name in ("logprob", "entropy", "correction")}
+    columns |= {name: view.column(name, number) for name in ("logprob", "entropy", "correction", "teacher_divergence")}
     columns["correction"] = np.nan_to_num(columns["correction"], nan=1.0)  # a run without a correction has none
     are_known = np.isfinite(columns["logprob"] - columns["old_logprob"]) & (step >= 0) & (view.turn >= 0)
     terms = {name: np.full(len(step), np.nan) for name in ("ratio", "clip", "share")}
@@ -500,7 +500,13 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
             correction=tensors["correction"],
             teacher=None
             if distillation is None
-            else TeacherScores(distillation, tensors["teacher_log_ratio"], tensors["teacher_kl"], is_taught),
+            else TeacherScores(
+                distillation,
+                tensors["teacher_log_ratio"],
+                tensors["teacher_kl"],
+                tensors["teacher_divergence"],
+                is_taught,
+            ),
         ).tokens
         for name, term in terms.items():
             term[at] = getattr(of_tokens, name).numpy()

@@ -128,7 +128,8 @@ class LabelledBatch(TrainBatch):
     Attributes:
         old_logprobs: [B, T], the learner's own, of the policy before the update; 0 where action_mask is False.
         ref_logprobs: [B, T], the reference policy's; None: the loss has no KL term.
-        teacher_log_ratios, teacher_kl: [B, T], as in `losses.TeacherScores`; None: no teacher, and no baseline.
+        teacher_log_ratios, teacher_kl: [B, T], as in `losses.TeacherScores`; None: no teacher or an
+            exact divergence, and no baseline.
     """
 
     old_logprobs: Tensor

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -128,8 +128,47 @@ class ChunkedHead:
             divergences.append((own.exp() * (own - theirs).masked_fill(own.isneginf(), 0.0)).sum(-1))
         return torch.cat(log_ratios), torch.cat(divergences)
 
+    def diverge(
+        self,
+        hidden: Tensor,
+        other: ChunkedHead,
+        other_hidden: Tensor,
+        targets: Tensor,
+        divergence: Literal["reverse_kl", "forward_kl"],
+        *,
+        drops_out: bool,
+    ) -> Tensor:
+        """Return [A] nats, KL(own || other) ("reverse_kl") or KL(other || own), both at temperature 1 and untruncated.
+
+        Differentiable in own; the other's is a constant. Arguments as in `compare` and `compute`.
+        """
+        own, theirs = (replace(head, sampling=Sampling()) for head in (self, other))
+        num_ids = min(self.vocab_size, other.vocab_size)  # beyond them there is padding
+
+        def of_chunk(own_hidden: Tensor, their_hidden: Tensor, tokens: Tensor) -> Tensor:
+            with torch.no_grad():
+                their_logprobs = torch.log_softmax(theirs._logits(their_hidden, tokens)[:, :num_ids], dim=-1)
+            logits = own._logits(own_hidden, tokens)[:, :num_ids]
+            result: Tensor = _Divergence.apply(logits, their_logprobs, divergence)  # type: ignore[no-untyped-call]
+            return result
+
+        inputs = hidden, other_hidden, targets
+        size = min(own._chunk_size(hidden, is_plain=False), theirs._chunk_size(other_hidden, is_plain=False))
+        if len(targets) <= size:
+            return of_chunk(*inputs)
+        pieces = [
+            checkpoint(of_chunk, *parts, use_reentrant=False, preserve_rng_state=drops_out)
+            for parts in zip(*(torch.split(values, size) for values in inputs), strict=True)
+        ]
+        return torch.cat(pieces)
+
     def _log_softmax(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return [C, V] logprobs of all tokens, differentiable."""
+        # float32 or better: bf16 would lose the ratio's 3rd digit
+        return torch.log_softmax(self._logits(hidden, targets), dim=-1)
+
+    def _logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return [C, V] logits of the distribution, differentiable."""
         logits = self.head.finish_logits(self.head.module(hidden))
         if self.sampling.temperature != 1.0:
             logits = logits / self.sampling.temperature
@@ -140,7 +179,7 @@ class ChunkedHead:
             logits = logits.masked_fill(hidden_ids, float("-inf"))
         if self.sampling.is_truncated:
             logits = truncate(logits, targets, self.sampling)
-        return torch.log_softmax(logits, dim=-1)  # float32 or better: bf16 would lose the ratio's 3rd digit
+        return logits
 
     def _compute_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute a chunk by autograd, for every kind of head and distribution."""
@@ -225,6 +264,36 @@ class _LinearHead(torch.autograd.Function):
             None,
             None,
         )
+
+
+class _Divergence(torch.autograd.Function):
+    """KL of two distributions over a vocabulary, [C] of logits [C, V] and the other's logprobs [C, V], a constant.
+
+    With p of the logits and q the other's, KL(p || q) has the slope p (log p - log q - KL) in the logits, and
+    KL(q || p) has p - q. By autograd's way through the softmax, equal distributions would get a gradient of rounding;
+    by these formulas, it is 0 to the bit.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, other: Tensor, divergence: Literal["reverse_kl", "forward_kl"]) -> Tensor:
+        own = torch.log_softmax(logits, dim=-1)
+        p = own.exp()
+        if divergence == "reverse_kl":
+            gap = (own - other).masked_fill_(own.isneginf(), 0.0)  # ids of a padded vocabulary
+            result = (p * gap).sum(-1)
+            slopes = gap.sub_(result[:, None]).mul_(p)
+        else:
+            q = other.exp()
+            result = ((other - own).masked_fill_(other.isneginf(), 0.0).mul_(q)).sum(-1)
+            slopes = p.sub_(q)
+        ctx.save_for_backward(slopes)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        return slopes * grads[:, None], None, None
 
 
 class _Buffers:

@@ -227,6 +227,10 @@ METRICS: Mapping[str, str] = MappingProxyType(
             "KL(policy before the update || teacher), mean over trained tokens, nats: exact with "
             "distillation.baseline, else the non-negative estimate"
         ),
+        "distillation/divergence": (
+            "mean over trained tokens and passes of the divergence that distillation.divergence names, exact, of the "
+            "policy in the pass, nats; in place of the three of the sampled token"
+        ),
         "distillation/dropped_fraction": "share of trained tokens left out of the teacher's term: they fell too far",
         "distillation/taught_fraction": (
             "share of the batch's sampled tokens in turns with feedback; the means of distillation/* are over these"
@@ -289,10 +293,14 @@ def loss_metrics(steps: Sequence[Sequence[LossStats]]) -> dict[str, float]:
     per_taught_token = {
         "distillation/advantage": [teacher.advantage_sum for teacher in teachers],
         "distillation/kl": [teacher.kl_sum for teacher in teachers],
+        "distillation/divergence": [teacher.divergence_sum for teacher in teachers],
         "distillation/dropped_fraction": [teacher.num_dropped for teacher in teachers],
     }
     num_taught = _total([teacher.num_taught for teacher in teachers])
-    return metrics | {name: _total(values) / num_taught for name, values in per_taught_token.items() if num_taught}
+    for name, sums in per_taught_token.items():
+        if num_taught and (known := [each for each in sums if each is not None]):
+            metrics[name] = _total(known) / num_taught
+    return metrics
 
 
 def _ratio_metrics(ratios: Tensor) -> dict[str, float]:

@@ -33,10 +33,25 @@ class TokenLogprobs:
         logprobs: [B, T], differentiable; 0 where nothing was sampled.
         entropy: [B, T], of the distribution each token was sampled from; 0 where nothing was sampled. Differentiable if
             the computer was told so, else detached.
+        divergence: [B, T], from another model's distribution, differentiable; 0 where nothing was sampled. None: not
+            asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor
+    divergence: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Against:
+    """A frozen model that a policy's distributions are compared with, over the whole vocabulary, at temperature 1.
+
+    Attributes:
+        computer: of that model. divergence: KL(policy || it) is "reverse_kl", KL(it || policy) "forward_kl".
+    """
+
+    computer: LogprobComputer
+    divergence: Literal["reverse_kl", "forward_kl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +122,12 @@ class LogprobComputer:
             self._sequence = SequenceSharing(self._parts.decoder, group, self.collective.forward, unless=reason)
         self._head = ChunkedHead(self._parts.head, vocab_size, sampling, logits_bytes, entropy_has_gradient)
 
-    def compute(self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor) -> TokenLogprobs:
+    def compute(
+        self, token_ids: Tensor, attention_mask: Tensor, action_mask: Tensor, *, against: Against | None = None
+    ) -> TokenLogprobs:
         """Return logprob and entropy of every sampled token; [B, T] inputs as in `TokenBatch`, on the model's device.
 
-        Gradients flow unless disabled.
+        With `against`, in one process, the divergence from that model, too. Gradients flow unless disabled.
 
         Raises:
             RecordError: padding that is not on the right, or a sampled token at position 0.
@@ -127,19 +144,26 @@ class LogprobComputer:
 
         targets = token_ids[:, 1:][predicts_action]
 
-        def score() -> tuple[Tensor, Tensor]:
+        def score() -> tuple[Tensor, ...]:
             with _as_current(token_ids.device), _checkpointing(self._model):
                 # the last token predicts none of them
                 hidden, is_own = self._hidden_states(token_ids[:, :-1], attention_mask[:, 1:], predicts_action)
             if self._sequence is None or is_own is None:
-                return self._head.compute(hidden, targets, drops_out=self._drops_out)
+                scores = self._head.compute(hidden, targets, drops_out=self._drops_out)
+                if against is None:
+                    return scores
+                states = against.computer._constant_states(token_ids, attention_mask, predicts_action)
+                heads = self._head, against.computer._head
+                return *scores, heads[0].diverge(
+                    hidden, heads[1], states, targets, against.divergence, drops_out=self._drops_out
+                )
             own = self._head.compute(hidden, targets[is_own], drops_out=self._drops_out)
             logprobs, entropy = self._sequence.of_all(torch.stack(own), is_own)
             return logprobs, entropy
 
-        logprobs, entropy = self.collective.forward(score)
-        zeros = torch.zeros(action_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
-        return TokenLogprobs(zeros.masked_scatter(action_mask, logprobs), zeros.masked_scatter(action_mask, entropy))
+        scores = self.collective.forward(score)
+        zeros = torch.zeros(action_mask.shape, dtype=scores[0].dtype, device=scores[0].device)
+        return TokenLogprobs(*(zeros.masked_scatter(action_mask, values) for values in scores))
 
     @torch.no_grad()
     def compare(
@@ -149,16 +173,20 @@ class LogprobComputer:
 
         Inputs as in `compute`, in one process, without an adapter's dropout. 0 where nothing was sampled.
         """
-        predicts_action, hidden = action_mask[:, 1:], []
-        for computer in (self, other):
-            _eval_mode(computer._model)
-            with _as_current(token_ids.device):
-                states, _ = computer._hidden_states(token_ids[:, :-1], attention_mask[:, 1:], predicts_action)
-            hidden.append(states)
+        predicts_action = action_mask[:, 1:]
+        hidden = [computer._constant_states(token_ids, attention_mask, predicts_action) for computer in (self, other)]
         targets = token_ids[:, 1:][predicts_action]
         log_ratios, kl = self._head.compare(hidden[0], other._head, hidden[1], targets)
         zeros = torch.zeros(action_mask.shape, dtype=kl.dtype, device=kl.device)
         return zeros.masked_scatter(action_mask, log_ratios), zeros.masked_scatter(action_mask, kl)
+
+    @torch.no_grad()
+    def _constant_states(self, token_ids: Tensor, attention_mask: Tensor, predicts_action: Tensor) -> Tensor:
+        """Return the hidden states [A, D] before the sampled tokens, [B, T] inputs as in `compute`; no gradient."""
+        _eval_mode(self._model)
+        with _as_current(token_ids.device):
+            states, _ = self._hidden_states(token_ids[:, :-1], attention_mask[:, 1:], predicts_action)
+        return states
 
     def _hidden_states(
         self, token_ids: Tensor, attention_mask: Tensor, is_predicted: Tensor

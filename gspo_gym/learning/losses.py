@@ -80,17 +80,20 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherScores:
-    """A teacher's scores of the sampled tokens of a call; constants, nats.
+    """A teacher's scores of the sampled tokens of a call, nats.
 
     Attributes:
-        log_ratios: [B, T] log p_T - log p_S, of the teacher and of the policy before the update, both at temperature 1.
-        kl: [B, T] KL(S || T) of their whole distributions at the token; None: there is no baseline.
+        log_ratios: [B, T] log p_T - log p_S, of the teacher and of the policy before the update, both at temperature 1,
+            taken as constants; None: `divergence` takes their place.
+        kl: [B, T] KL(S || T) of their whole distributions at the token, taken as constants; None: there is no baseline.
+        divergence: [B, T], of the policy as it is now, differentiable; None: the sampled token is compared.
         is_taught: [B, T] bool, where the teacher says something; elsewhere `log_ratios` are not read. None: everywhere.
     """
 
     settings: DistillationSettings
-    log_ratios: Tensor
+    log_ratios: Tensor | None
     kl: Tensor | None
+    divergence: Tensor | None = None
     is_taught: Tensor | None = None
 
 
@@ -102,15 +105,19 @@ class TeacherStats:
         loss: [], its share of the loss, with the coefficient.
         advantage_sum: [], of A_t over tokens, nats. kl_sum: [], of KL(policy || teacher), nats: the exact one of
             each token where the baseline computes it, else its estimate k3.
-        num_dropped: [], tokens with a probability that fell by more than MAX_FALL. num_taught: [], tokens of which the
-            teacher says something: all but those of turns without feedback, which are in none of these.
+        num_taught: [], tokens of which the teacher says something: all but those of turns without feedback, which are
+            in none of these.
+        num_dropped: [], tokens with a probability that fell by more than MAX_FALL.
+        divergence_sum: [], of the exact divergence over tokens, nats; None: the sampled tokens are compared, and only
+            then are the other sums known.
     """
 
     loss: Tensor
-    advantage_sum: Tensor
-    kl_sum: Tensor
-    num_dropped: Tensor
     num_taught: Tensor
+    advantage_sum: Tensor | None = None
+    kl_sum: Tensor | None = None
+    num_dropped: Tensor | None = None
+    divergence_sum: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -486,29 +493,54 @@ def _with_teacher(
     mask: Tensor,
     denominators: Denominators,
 ) -> LossOutput:
-    """Return the loss with on-policy distillation's addends (Thinking Machines, 2025).
+    """Return the loss with on-policy distillation's addends, n the step's sampled tokens, whatever the aggregation.
 
-    Of a token, - coefficient / n * w M r A: A = log p_T - log p_S, with the baseline + KL(S || T) (arXiv 2605.07865), n
-    the sampled tokens of the optimizer step, whatever the aggregation, r the unit's ratio, w the correction's weight,
-    and M 0 where the token's probability fell by more than MAX_FALL since it was sampled, else 1. No clip acts. Tokens
-    that are not taught are in no sum, and not in n.
+    Of a token, - coefficient / n * w M r A (Thinking Machines, 2025): A = log p_T - log p_S, with the baseline
+    + KL(S || T) (arXiv 2605.07865), r the unit's ratio, w the correction's weight, and M 0 where the token's
+    probability fell by more than MAX_FALL since it was sampled, else 1. No clip acts. Or, with an exact divergence, as
+    `_with_divergence` says. Tokens that are not taught are in no sum, and not in n.
     """
-    settings, advantage = teacher.settings, teacher.log_ratios[mask].detach().to(tokens.now.dtype)
+    settings = teacher.settings
+    num_taught = denominators.num_tokens if denominators.num_taught is None else denominators.num_taught
+    # At least 1: in a step in which nothing is taught, every advantage is 0.
+    weight = tokens.correction * (settings.coefficient / max(num_taught, 1))
+    if settings.divergence != "sampled":
+        return _with_divergence(output, weight, teacher, mask)
+    if teacher.log_ratios is None or (settings.baseline and teacher.kl is None):
+        missing = "divergence 'sampled' needs teacher.log_ratios" if teacher.log_ratios is None else _NO_KL
+        raise RecordError(f"policy_loss: distillation.{missing}, got None")
+    advantage = teacher.log_ratios[mask].detach().to(tokens.now.dtype)
     is_taught = torch.ones_like(advantage, dtype=torch.bool) if teacher.is_taught is None else teacher.is_taught[mask]
     advantage = torch.where(is_taught, advantage, 0.0)
-    if settings.baseline and teacher.kl is None:
-        raise RecordError("policy_loss: distillation.baseline needs teacher.kl, got None")
     kl = k3(advantage) if teacher.kl is None else teacher.kl[mask].detach().to(tokens.now.dtype)
     if settings.baseline:
         advantage = advantage + kl
     has_fallen = is_taught & (tokens.old.exp() - tokens.now.detach().exp() > MAX_FALL)
-    num_taught = denominators.num_tokens if denominators.num_taught is None else denominators.num_taught
-    # At least 1: in a step in which nothing is taught, every advantage is 0.
-    weight = tokens.correction.masked_fill(has_fallen, 0.0) * (settings.coefficient / max(num_taught, 1))
-    term = -(weight * ratio * advantage)
-    stats = TeacherStats(term.detach().sum(), advantage.sum(), kl.sum(), has_fallen.sum(), is_taught.sum())
+    term = -(weight.masked_fill(has_fallen, 0.0) * ratio * advantage)
+    stats = TeacherStats(term.detach().sum(), is_taught.sum(), advantage.sum(), kl.sum(), has_fallen.sum())
     shares = replace(output.tokens, share=output.tokens.share + term.detach())
     return LossOutput(output.loss + term.sum(), replace(output.stats, teacher=stats), shares)
+
+
+_NO_KL = "baseline needs teacher.kl"
+
+
+def _with_divergence(output: LossOutput, weight: Tensor, teacher: TeacherScores, mask: Tensor) -> LossOutput:
+    """Return the loss with weight * D at each token, [A], D the divergence from the teacher (GKD, arXiv 2306.13649).
+
+    D is of the policy as it is in this pass, and of whole distributions: no sampled token stands in it. So neither the
+    ratio nor M is before it. As there, the policy's influence on which tokens are met is left out; there a sequence
+    weighs one, here a token.
+    """
+    if teacher.divergence is None:
+        raise RecordError(
+            f"policy_loss: distillation.divergence {teacher.settings.divergence!r} needs teacher.divergence, got None"
+        )
+    divergence = teacher.divergence[mask].to(weight.dtype)
+    term = weight * divergence
+    stats = TeacherStats(term.detach().sum(), mask.sum(), divergence_sum=divergence.detach().sum())
+    terms = replace(output.tokens, share=output.tokens.share + term.detach(), divergence=divergence.detach())
+    return LossOutput(output.loss + term.sum(), replace(output.stats, teacher=stats), terms)
 
 
 def _clips(tokens: _Tokens, ratio: Tensor, settings: LossSettings) -> Tensor:

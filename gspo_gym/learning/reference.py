@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gspo_gym.errors import CheckpointError, ConfigError
 from gspo_gym.learning.batching import TokenBatch
-from gspo_gym.learning.logprobs import LogprobComputer
+from gspo_gym.learning.logprobs import Against, LogprobComputer
 from gspo_gym.learning.settings import DistillationSettings, ReferenceSettings
 from gspo_gym.types import Sampling
 
@@ -158,6 +158,10 @@ class Teacher:
     Where the learner's old logprobs are just that, the policy's are these; elsewhere (another temperature, truncated
     sampling, an adapter's dropout, old logprobs of the engine) and for the baseline, it is scored once more.
 
+    Attributes:
+        against: what every pass over a batch computes its divergence from; None: the sampled token alone is compared,
+            before the first pass.
+
     Args:
         model: the teacher, with the token ids of the policy; it is frozen here.
         policy: the model that is trained. computer: that of its old logprobs; None: the engine's stand for them.
@@ -174,18 +178,22 @@ class Teacher:
         make_computer: Callable[[nn.Module], LogprobComputer],
     ) -> None:
         self._computer = make_computer(model.requires_grad_(False))
+        self.against: Against | None = None
+        if settings.divergence != "sampled":
+            self.against = Against(self._computer, settings.divergence)
         self._has_baseline = settings.baseline
-        self._policy = make_computer(policy) if settings.baseline or not _is_plain(computer) else None
-
-    def prepare(self, batches: Sequence[TokenBatch]) -> None:
-        """Begin an update; a model in this process needs no preparation."""
+        is_scored_again = self.against is None and (settings.baseline or not _is_plain(computer))
+        self._policy = make_computer(policy) if is_scored_again else None
 
     @torch.no_grad()
-    def compare(self, batch: TokenBatch, old_logprobs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def compare(self, batch: TokenBatch, old_logprobs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return [B, T] log(teacher / policy) of the sampled tokens, and KL(policy || teacher) with a baseline.
 
-        `old_logprobs` [B, T] are the learner's, before an update; None: the engine's stand for them.
+        None, None: every pass computes its own (`against`). `old_logprobs` [B, T] are the learner's, before an update;
+        None: the engine's stand for them.
         """
+        if self.against is not None:
+            return None, None
         inputs = (batch.token_ids, batch.attention_mask, batch.action_mask)
         if self._policy is None:
             assert old_logprobs is not None

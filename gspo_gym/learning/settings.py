@@ -10,8 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from gspo_gym.base.settings import Settings
 from gspo_gym.errors import ConfigError
+from gspo_gym.learning.distillation import DistillationSettings as DistillationSettings
 from gspo_gym.learning.surrogate_keys import surrogate_problem, with_following_clips
-from gspo_gym.learning.teacher_settings import TeacherSettings
 
 _ROUNDING = 1e-9  # of a product of a fraction and a number of steps; far above float64's, far below a step
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -254,33 +254,6 @@ class ReferenceSettings(Settings):
             "cannot move the frozen weights under the adapter, which are this reference: set reference.source to "
             '"adapter" or "copy"'
         )
-
-
-class DistillationSettings(TeacherSettings):
-    """[distillation]: a teacher, whose logprobs of the sampled tokens are learned from: a frozen model, or the policy
-    itself with feedback in its prompt (`feedback.py`)."""
-
-    coefficient: float = Field(
-        default=1.0, gt=0, description="weight of the teacher's term, a mean over sampled tokens"
-    )
-    baseline: bool = Field(
-        default=False,
-        description=(
-            "add KL(policy || teacher) at the token to its advantage, whose mean under the policy is then 0 "
-            "(arXiv 2605.07865); the policy is scored once more"
-        ),
-    )
-    reward: bool = Field(
-        default=True, description="learn from the rewards, too; false: from the teacher alone (Thinking Machines)"
-    )
-
-    @model_validator(mode="after")
-    def _self_has_no_baseline(self) -> DistillationSettings:
-        if self.is_self and self.baseline:
-            raise ValueError(
-                "baseline: is not computed for the teacher 'self', which reads other prompts than the policy; remove it"
-            )
-        return self
 
 
 class OptimizerSettings(Settings):

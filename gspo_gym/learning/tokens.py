@@ -51,12 +51,15 @@ class TokenTerms:
     Attributes:
         ratio: the importance ratio s of the token's unit.
         clip: uint8, a `Clip`.
-        share: the token's addend of the optimizer step's loss: policy, KL and entropy term, coefficients included.
+        share: the token's addend of the optimizer step's loss: policy, KL and entropy term and the teacher's,
+            coefficients included.
+        divergence: from the teacher, nats; None: there is none, or the sampled token is compared.
     """
 
     ratio: Tensor
     clip: Tensor
     share: Tensor
+    divergence: Tensor | None = None
 
 
 class TokenSink(Protocol):
@@ -112,6 +115,7 @@ PASS_COLUMNS: Mapping[str, type[np.generic]] = {
     "clip": np.uint8,
     "correction": np.float32,
     "entropy": np.float32,
+    "teacher_divergence": np.float32,
     "share": np.float32,
     "optimizer_step": np.int32,
 }
@@ -172,6 +176,8 @@ class TokenTable:
         columns["ratio"][at] = terms.ratio.cpu().numpy()
         columns["clip"][at] = terms.clip.cpu().numpy()
         columns["share"][at] = terms.share.cpu().numpy()
+        if terms.divergence is not None:
+            columns["teacher_divergence"][at] = terms.divergence.cpu().numpy()
         self._pending.append((columns, at))
 
     def stepped(self, minibatch: TrainBatch, report: StepReport) -> None:

@@ -28,7 +28,7 @@ from gspo_gym.learning.collective import Collective, OneProcess, Record, device_
 from gspo_gym.learning.correction import correct
 from gspo_gym.learning.feedback import FeedbackTeacher, teacher_metrics
 from gspo_gym.learning.health import EngineGap, PartFacts, Tally, batch_metrics
-from gspo_gym.learning.logprobs import LogprobComputer, TokenLogprobs
+from gspo_gym.learning.logprobs import Against, LogprobComputer, TokenLogprobs
 from gspo_gym.learning.losses import Denominators, LossOutput, TeacherScores, count_denominators, policy_loss
 from gspo_gym.learning.optimizer import PolicyOptimizer
 from gspo_gym.learning.reference import (
@@ -106,7 +106,7 @@ class _Part:
 class _Labels:
     """Logprobs [B, T] that an update compares with.
 
-    None: the engine's stand for the old ones; there is no reference, no teacher, no baseline.
+    None: the engine's stand for the old ones; there is no reference, no teacher or an exact divergence, no baseline.
     """
 
     old: Tensor | None
@@ -246,9 +246,9 @@ class Learner:
         orders = [self._order(len(plan), epoch) for epoch in range(self._settings.update_epochs)]
         # Before the first step the weights are the old ones: a minibatch without another pass is scored by that one.
         # With gradients kernels round otherwise, and a teacher that is the policy would not give 0.
-        is_scored_apart = self._shaper.uses_reference or self._teacher is not None
+        is_scored_apart = self._shaper.uses_reference or (self._teacher is not None and self._against is None)
         first = orders[0][:1] if len(orders) == 1 and not is_scored_apart else ()
-        if self._teacher is not None:
+        if isinstance(self._teacher, RemoteTeacher):
             self._teacher.prepare([part.batch for minibatch in plan for part in minibatch.parts])
         plan = [minibatch if k in first else self._label(minibatch) for k, minibatch in enumerate(plan)]
         plan, shaping_metrics = self._shape(plan)
@@ -425,7 +425,8 @@ class Learner:
         ref = None if isinstance(batch, LabelledBatch) else self._reference_logprobs(batch)
         with self._computer.adapter_dropout(part.dropout_seed):
             with router_load.watching(batch.attention_mask[:, :-1] & bool(part.weight)):
-                computed = self._computer.compute(batch.token_ids, batch.attention_mask, batch.action_mask)
+                inputs = batch.token_ids, batch.attention_mask, batch.action_mask
+                computed = self._computer.compute(*inputs, against=self._against)
             now, entropy = computed.logprobs.detach(), computed.entropy.detach()
             if not isinstance(batch, LabelledBatch):
                 batch = _labelled(batch, _Labels(now if self._recomputes_old else None, ref))
@@ -437,6 +438,10 @@ class Learner:
         facts = PartFacts(output.stats, correction, EngineGap.of(batch, own, self._loss.unit) if with_gap else None)
         labels = _Labels(batch.old_logprobs, batch.ref_logprobs, batch.teacher_log_ratios, batch.teacher_kl)
         return _Pass(labels, now, entropy, output.tokens, facts)
+
+    @property
+    def _against(self) -> Against | None:
+        return self._teacher.against if isinstance(self._teacher, Teacher) else None
 
     @property
     def _recomputes_old(self) -> bool:
@@ -499,8 +504,8 @@ def _new_teacher(
     if model is None:
         raise ConfigError("distillation: expected a teacher to learn from, got none; pass its model as `teacher`")
     if not isinstance(model, nn.Module):
-        if settings.baseline:
-            raise ConfigError("distillation.baseline: a sum over the vocabulary needs a teacher in this process")
+        if settings.baseline or settings.divergence != "sampled":
+            raise ConfigError("distillation: a sum over the vocabulary needs a teacher in this process")
         return RemoteTeacher(model, policy=policy, computer=computer, make_computer=make_plain)
     return Teacher(model, settings, policy=policy, computer=computer, make_computer=make_plain)
 
@@ -520,8 +525,8 @@ def _loss(
 ) -> LossOutput:
     teacher = None
     if distillation is not None:
-        assert batch.teacher_log_ratios is not None, "labelled with the teacher's"
-        teacher = TeacherScores(distillation, batch.teacher_log_ratios, batch.teacher_kl, batch.is_taught)
+        scores = batch.teacher_log_ratios, batch.teacher_kl, computed.divergence, batch.is_taught
+        teacher = TeacherScores(distillation, *scores)
     return policy_loss(
         computed.logprobs,
         batch.old_logprobs,

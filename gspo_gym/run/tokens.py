@@ -21,6 +21,7 @@ their numbers allow:
     clip             [P, A]  uint8    `Clip`
     correction       [P, A]  float32  weight against the engine's logprobs; absent where there is no correction: 1
     entropy          [P, A]  float32  nats
+    teacher_divergence [P, A] float32 distillation.divergence of the pass, nats; absent with "sampled"
     share            [P, A]  float32  addend of loss/total of metrics.jsonl: all shares of a step sum to it
     optimizer_step   [P, N]  int      the step of the update, 0, 1, ..., that counts the trajectory; -1: none
     learning_rate    [K]     float64  of each optimizer step of the update
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 TOKENS_FOLDER = "tokens"
 _SCHEMA = "2"
 _BY_TRAJECTORY = "optimizer_step"  # which readers get by trajectory, too
-_OPTIONAL = dict.fromkeys(("ref_logprob", "teacher_log_ratio", "teacher_kl"), np.nan) | {
+_OPTIONAL = dict.fromkeys(("ref_logprob", "teacher_log_ratio", "teacher_kl", "teacher_divergence"), np.nan) | {
     "correction": 1.0
 }  # absent if all tokens have this
 

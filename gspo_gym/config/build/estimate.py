@@ -278,7 +278,8 @@ def _learning_seconds(
 
     num_scored = (config.correction.old_logprobs == "recompute") + config.has_reference
     # A teacher of the same size; one behind an endpoint takes the time of another machine, which is not known.
-    num_scored += config.distillation is not None and not config.distillation.is_endpoint
+    if config.distillation is not None and not config.distillation.is_endpoint:
+        num_scored += 1 if config.distillation.divergence == "sampled" else update.update_epochs
     seconds_per_batch = num_scored * _per_call(score, clock) + update.update_epochs * _per_call(backward, clock)
     # Rows of a micro-batch that begin alike are computed once.
     micro = _first(trajectories, update.max_tokens_per_microbatch)
@@ -351,8 +352,8 @@ def _peak_bytes(config: RunConfig, model: Any, shape: StepShape, resident_bytes:
 
 
 def _teacher_bytes(config: RunConfig) -> int:
-    """Return what the weights of a teacher in this process take, which is loaded later; 0 of one behind an endpoint."""
-    if config.distillation is None or config.distillation.is_endpoint:
+    """Return what the weights of a teacher take, which is loaded later; 0 if it is elsewhere, or the policy."""
+    if config.distillation is None or not config.distillation.is_model_here:
         return 0
     model = load_skeleton(teachers_base(config), dtype=config.model.dtype).model
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

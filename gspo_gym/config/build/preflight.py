@@ -206,7 +206,7 @@ def _moved(config: RunConfig, folder: str) -> RunConfig:
         "run": config.run.model_copy(update={"folder": folder}),
         "model": config.model.model_copy(update=found_model),
     }
-    if config.distillation is None or config.distillation.is_self or config.distillation.is_endpoint:
+    if config.distillation is None or not config.distillation.is_model_here:
         return config.model_copy(update=changes)
     teacher = config.distillation.model_copy(update={"teacher": teachers_base(config)})
     return config.model_copy(update={**changes, "distillation": teacher})

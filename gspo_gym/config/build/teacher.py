@@ -44,7 +44,7 @@ def new_endpoint_teacher(settings: DistillationSettings) -> EndpointTeacher:
 
 
 async def find_teacher(config: RunConfig, policy: Policy, *, is_resumed: bool = False) -> FoundTeacher | None:
-    """Return what teaches the run; None without [distillation].
+    """Return what teaches the run; None without [distillation], or if the policy teaches itself.
 
     An endpoint is asked, and scores a few tokens. A resumed run requires the teacher that it has recorded.
 
@@ -54,7 +54,7 @@ async def find_teacher(config: RunConfig, policy: Policy, *, is_resumed: bool = 
         ServiceError: an endpoint does not answer, or gives no logprobs of prompts.
     """
     settings = config.distillation
-    if settings is None:
+    if settings is None or settings.is_self:
         return None
     if settings.is_endpoint:
         teacher = await _behind_endpoint(config, settings, policy)

@@ -228,7 +228,7 @@ def _reference_is_the_start(c: RunRecord) -> str | None:
 @rule("distillation.teacher")
 def _teacher_is_asked_of_another_law(c: RunRecord) -> str | None:
     sampling = c.rollout.sampling
-    if c.distillation is None or sampling == Sampling():
+    if c.distillation is None or c.distillation.divergence != "sampled" or sampling == Sampling():
         return None
     return (
         "is asked at temperature 1 and of the whole vocabulary, as the policy is for it; [rollout] samples from "

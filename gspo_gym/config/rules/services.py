@@ -289,13 +289,6 @@ SERVICE_RULES = (
     ),
     idle("vllm", lambda c: c.rollout.engine == "vllm", _not_of_vllm),
     idle("topology", _has_places, _not_of_vllm),
-    # A teacher behind an endpoint gives the logprobs of the sampled tokens, and of no others.
-    idle(
-        "distillation.baseline",
-        lambda c: not _asks_a_teacher(c),
-        "is a sum over the vocabulary, and an endpoint gives logprobs of the sampled tokens only: set false, or name "
-        "a model that loads here in distillation.teacher",
-    ),
     *(
         idle(
             f"distillation.{name}",

@@ -155,6 +155,7 @@ OTHER = {
     "distillation.teacher_tokenizer": ("tiny:qwen3-64", TAUGHT_ELSEWHERE),
     "distillation.api_key_env": ("A_KEY", TAUGHT_ELSEWHERE),
     "distillation.coefficient": (0.5, TAUGHT),
+    "distillation.divergence": ("reverse_kl", TAUGHT),
     "distillation.baseline": (True, TAUGHT),
     "distillation.reward": (False, TAUGHT),
     "optimizer.kind": ("adamw", {}),

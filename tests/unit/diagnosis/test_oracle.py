@@ -93,6 +93,9 @@ class Tokens:
         return table
 
 
+OF_TEACHER = ("log_ratio", "kl", "divergence")
+
+
 def learned(
     tokens: Tokens, settings: LossSettings, distillation: DistillationSettings | None = None
 ) -> dict[str, np.ndarray[Any, Any]]:
@@ -101,6 +104,10 @@ def learned(
     turns, owners = tokens.laid(tokens.turn), torch.tensor(OWNERS)
     counted = count_denominators(tokens.mask, turns, owners, num_batch_tokens=20)
     constants = {name: tokens.laid(tokens.columns[name]) for name in ("old_logprob", "advantage", "ref_logprob")}
+    teacher = None
+    if distillation is not None:
+        teacher = TeacherScores(distillation, *(tokens.laid(tokens.columns[f"teacher_{n}"]) for n in OF_TEACHER))
+        teacher.divergence.requires_grad_()
     output = policy_loss(
         now,
         constants["old_logprob"],
@@ -112,15 +119,15 @@ def learned(
         denominators=counted,
         ref_logprobs=constants["ref_logprob"],
         entropy=entropy,
-        teacher=distillation
-        and TeacherScores(
-            distillation, *(tokens.laid(tokens.columns[f"teacher_{name}"]) for name in ("log_ratio", "kl"))
-        ),
+        teacher=teacher,
     )
     output.loss.backward()
-    slopes = [torch.zeros_like(now) if each.grad is None else each.grad for each in (now, entropy)]
+    inputs = {"slope": now, "slope of entropy": entropy}
+    if distillation is not None and distillation.divergence != "sampled":
+        inputs["slope of divergence"] = teacher.divergence
     terms = {"ratio": output.tokens.ratio, "clip": output.tokens.clip, "share": output.tokens.share}
-    terms |= {"slope": slopes[0][tokens.mask], "slope of entropy": slopes[1][tokens.mask]}
+    for name, given in inputs.items():
+        terms[name] = (torch.zeros_like(given) if given.grad is None else given.grad)[tokens.mask]
     return {name: value.numpy(force=True).astype(np.float64) for name, value in terms.items()}
 
 
@@ -135,7 +142,8 @@ def recomputed(
     every = np.arange(len(tokens.turn))
     unit = units_of_loss(records, every >= 0, 20)
     terms = terms_of(records, every, tokens.columns, unit, 1, len(every))
-    slopes = dict(zip(("slope", "slope of entropy"), terms["slopes"], strict=True))
+    names = ("slope", "slope of entropy", "slope of divergence")[: len(terms["slopes"])]
+    slopes = dict(zip(names, terms["slopes"], strict=True))
     return {name: terms[name] for name in ("ratio", "clip", "share")} | slopes
 
 
@@ -173,20 +181,22 @@ def test_oracle_and_learner_agree_under_every_choice_of_the_loss() -> None:
         assert set(learned(Tokens(), settings)["clip"].tolist()) == binding, "every bound binds somewhere"
 
 
-@pytest.mark.parametrize("baseline", [False, True])
+@pytest.mark.parametrize("choice", [{}, {"baseline": True}, {"divergence": "reverse_kl"}, {"divergence": "forward_kl"}])
 @pytest.mark.parametrize("reward", [False, True])
-def test_oracle_and_learner_agree_about_a_teacher(baseline: bool, reward: bool) -> None:
-    distillation = DistillationSettings(teacher="t", coefficient=0.3, baseline=baseline, reward=reward)
+def test_oracle_and_learner_agree_about_a_teacher(choice: dict[str, Any], reward: bool) -> None:
+    distillation = DistillationSettings(teacher="t", coefficient=0.3, reward=reward, **choice)
     tokens = Tokens()
     draws = np.random.default_rng(8)
     tokens.columns["teacher_log_ratio"] = draws.normal(0, 1, len(tokens.turn))
-    tokens.columns["teacher_kl"] = draws.uniform(0, 1, len(tokens.turn)) * baseline
+    tokens.columns["teacher_kl"] = draws.uniform(0, 1, len(tokens.turn)) * ("baseline" in choice)
+    tokens.columns["teacher_divergence"] = draws.uniform(0, 1, len(tokens.turn))
     fallen = np.exp(tokens.columns["old_logprob"]) - np.exp(tokens.columns["logprob"]) > 0.2
     assert 0 < fallen.sum() < len(fallen), "some are dropped"
     first = {name: choices_of(name)[0] for name in LossSettings.model_fields}
     for unit, aggregation in itertools.product(("trajectory", "token"), ("seq-mean-token-mean", "dapo")):
         settings = LossSettings(**fitting(first | {"unit": unit, "aggregation": aggregation}))
         own, other = learned(tokens, settings, distillation), recomputed(tokens, settings, distillation)
+        assert ("slope of divergence" in own) == ("divergence" in choice)
         for name, values in own.items():
             np.testing.assert_allclose(other[name], values, rtol=1e-9, atol=1e-12, err_msg=f"{name}: {settings}")
 

@@ -468,6 +468,7 @@ GOOD: dict[str, tuple[Callable[[Patch], None] | None, dict[str, Any]]] = {
     ),
     "a teacher beside the reward": (None, {"distillation": {"teacher": "base", "baseline": True, "coefficient": 0.5}}),
     "a teacher alone": (None, {"distillation": {"teacher": "base", "reward": False}, "loss": {"kl_coef": 0.0}}),
+    "a teacher of distributions": (None, {"distillation": {"teacher": "base", "divergence": "forward_kl"}}),
 }
 
 

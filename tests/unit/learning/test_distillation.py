@@ -197,7 +197,7 @@ def test_a_teacher_elsewhere_teaches_as_the_same_model_here(
 
 
 def test_a_teacher_elsewhere_has_no_baseline(make_model: Make) -> None:
-    with pytest.raises(ConfigError, match=r"distillation\.baseline: a sum over the vocabulary needs a teacher in this"):
+    with pytest.raises(ConfigError, match=r"distillation: a sum over the vocabulary needs a teacher in this"):
         make_learner(make_model(), Elsewhere(make_model()), distillation={"baseline": True})
 
 
@@ -214,3 +214,115 @@ def test_a_teacher_of_an_adapter_with_dropout_is_compared_without_it(make_model:
     model, batch, table = peft.get_peft_model(make_model(), config), make_batch(), TokenTable()
     make_learner(model, copy.deepcopy(model), rewards=RewardSettings()).update(batch, table)
     assert not table.columns()["teacher_log_ratio"].any()
+
+
+EXACT = ("reverse_kl", "forward_kl")
+
+
+@pytest.mark.parametrize("divergence", EXACT)
+@pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED)
+def test_a_teacher_that_is_the_policy_has_no_divergence_to_the_bit(
+    options: dict[str, Any], divergence: str, make_model: Make, make_batch: Make
+) -> None:
+    batch, model, table = make_batch(), make_model(), TokenTable()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options = options | {"distillation": {"divergence": divergence}}
+    report = make_learner(model, copy.deepcopy(model), update={"update_epochs": 2}, **options).update(batch, table)
+    assert not table.columns()["teacher_divergence"].any()
+    assert report.metrics["distillation/divergence"] == report.metrics["loss/distillation"] == 0.0
+    assert report.metrics["optim/grad_norm"] == 0.0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def diverged(model: Any, teacher: Any, batch: TrainBatch, divergence: str) -> torch.Tensor:
+    """[A] the divergence over the vocabulary, from the models' own forwards; differentiable."""
+    with torch.no_grad():
+        theirs = every_logprob(teacher, batch)
+    own = every_logprob(model, batch)
+    p, q = (own, theirs) if divergence == "reverse_kl" else (theirs, own)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def every_logprob(model: Any, batch: TrainBatch) -> torch.Tensor:
+    logits = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits
+    return torch.log_softmax(logits[:, :-1][batch.action_mask[:, 1:]].double(), -1)
+
+
+@pytest.mark.parametrize("divergence", EXACT)
+@pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED)
+def test_every_pass_learns_from_the_divergence_of_the_policy_in_that_pass(
+    options: dict[str, Any], divergence: str, make_model: Make, make_batch: Make
+) -> None:
+    """One pass of another learner moves another copy to where the second pass begins."""
+    batch, model, table = make_batch(), make_model(), TokenTable()
+    once, teacher = copy.deepcopy(model), other(model)
+    options = options | {"distillation": {"divergence": divergence, "coefficient": 0.5}}
+    expected = [diverged(once, teacher, batch, divergence).detach()]
+    make_learner(once, teacher, **options).update(batch)
+    expected.append(diverged(once, teacher, batch, divergence).detach())
+    report = make_learner(model, teacher, update={"update_epochs": 2}, **options).update(batch, table)
+    columns = table.columns()
+    for number, values in enumerate(expected):
+        np.testing.assert_allclose(columns["teacher_divergence"][number], values.numpy(), atol=1e-4)
+    mean = float(torch.stack(expected).mean())
+    assert float(expected[1].mean()) < float(expected[0].mean()), "it learns"
+    assert report.metrics["distillation/divergence"] == pytest.approx(mean, abs=1e-5)
+    assert report.metrics["loss/distillation"] == report.metrics["loss/total"] == pytest.approx(mean / 2, abs=1e-5)
+    assert columns["share"].sum() == pytest.approx(mean / 2, abs=1e-5)
+    assert np.isnan(columns["teacher_log_ratio"]).all()
+    assert not {"distillation/advantage", "distillation/kl", "distillation/dropped_fraction"} & set(report.metrics)
+
+
+@pytest.mark.parametrize("divergence", EXACT)
+@pytest.mark.parametrize("tokens_of_logits", [1, 5, 10_000])
+def test_the_gradient_is_that_of_the_mean_divergence_however_it_is_divided(
+    tokens_of_logits: int, divergence: str, make_model: Make, make_batch: Make
+) -> None:
+    """By autograd over all logits at once; here in micro-batches, and so many tokens' logits at a time."""
+    batch = make_batch()
+    model, by_hand = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
+    teacher = other(model)
+    (0.25 * diverged(by_hand, teacher, batch, divergence).mean()).backward()
+    norm = float(sum(float((p.grad**2).sum()) for p in by_hand.parameters() if p.grad is not None) ** 0.5)
+    learner = make_learner(
+        model,
+        teacher,
+        loss={"aggregation": "turn-mean-token-mean"},
+        distillation={"coefficient": 0.25, "divergence": divergence},
+        update={"max_tokens_per_microbatch": 40},
+        logits_bytes=tokens_of_logits * 8 * 8 * 61,
+    )
+    assert learner.update(batch).metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-6)
+    assert all(p.grad is None for p in teacher.parameters())
+
+
+def test_beside_the_reward_the_divergence_is_added_to_its_loss(make_model: Make, make_batch: Make) -> None:
+    batch, model = make_batch(), make_model()
+    teacher, choice = other(model), {"divergence": "forward_kl"}
+    alone = make_learner(copy.deepcopy(model), teacher, distillation=choice).update(batch).metrics
+    beside = make_learner(model, teacher, distillation=choice | {"reward": True}).update(batch).metrics
+    assert alone["loss/policy"] == 0.0 != beside["loss/policy"]
+    assert beside["loss/distillation"] == pytest.approx(alone["loss/distillation"], abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_tokens_that_the_correction_leaves_out_are_left_out_of_the_divergence(
+    mode: Any, make_model: Make, make_batch: Make
+) -> None:
+    """The engine's logprobs of the batch are invented, so that weights differ: each token's share is its weight's."""
+    batch, model, table = make_batch(), make_model(), TokenTable()
+    correction = CorrectionSettings(level="token", mode=mode, high=1.5, **({"low": 0.1} if mode == "mask" else {}))
+    make_learner(model, other(model), distillation={"divergence": "reverse_kl"}, correction=correction).update(
+        batch, table
+    )
+    columns = table.columns()
+    weights = columns["correction"][0]
+    assert len(np.unique(weights)) > 2
+    assert ((weights == 0).any()) == (mode == "mask")
+    expected = weights * columns["teacher_divergence"][0] / len(weights)
+    np.testing.assert_allclose(columns["share"][0], expected, rtol=1e-5, atol=1e-9)
+
+
+def test_a_baseline_of_an_exact_divergence_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'divergence = "forward_kl" has no such noise: remove this, or set that'):
+        DistillationSettings(teacher="t", divergence="forward_kl", baseline=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo_gym.learning.head import ChunkedHead, OutputHead
@@ -209,3 +210,34 @@ def test_under_autocast_the_head_computes_in_16_bits_in_both_passes():
     (actual,) = torch.autograd.grad(logprobs.sum(), linear.weight)
     (gradient,) = torch.autograd.grad(expected.sum(), linear.weight)
     torch.testing.assert_close(actual, gradient, rtol=0, atol=0.02)  # bf16 rounds sums of order 4 to 1/64
+
+
+class LiveLogits(TorchDispatchMode):
+    """Counts the most memories of this many rows of logits that were held at a time."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._shape, self._held, self.most = (rows, VOCABULARY), {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.shape == self._shape and out.dtype == torch.float64:
+            storage = StorageWeakRef(out.untyped_storage())
+            self._held[storage.cdata] = storage
+            self._held = {key: each for key, each in self._held.items() if not each.expired()}
+            self.most = max(self.most, len(self._held))
+        return out
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
+def test_a_divergence_holds_the_logits_of_a_chunk_in_the_copies_that_the_budget_counts(divergence):
+    """Eight, as of every head without a backward pass of its own; two chunks of four and three tokens."""
+    linear, hidden, targets = make_head()
+    teacher = make_head()[0]
+    heads = [
+        ChunkedHead(OutputHead(m), VOCABULARY, Sampling(), 4 * 8 * 8 * VOCABULARY, False) for m in (linear, teacher)
+    ]
+    with Operations() as seen, LiveLogits(4) as memory:
+        heads[0].diverge(hidden, heads[1], hidden.detach(), targets, divergence, drops_out=False).sum().backward()
+    assert seen.rows == 4
+    assert 0 < memory.most <= 8

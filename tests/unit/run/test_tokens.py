@@ -33,7 +33,7 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.cli.verify import Difference, verify_step
 from gspo_gym.config.build.trainer import build_plan
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.diagnosis import oracle, oracle_forks
+from gspo_gym.diagnosis import oracle, oracle_forks, oracle_teacher
 from gspo_gym.errors import ConfigError, RecordError
 from gspo_gym.learning.advantages import RunningReturns
 from gspo_gym.learning.batching import BatchCounts, BuiltBatch
@@ -68,9 +68,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "forks": {
         "rollout": {"forks_per_episode": 2},
-        # Turns shared by leaves of opposite advantages have gradients of 0 but for rounding, which AdamW turns into
-        # whole steps: at 1e-2, two of four run seeds end further apart than the two precisions of `verify` do.
-        "training": {"learning_rate": 1e-3},
         "advantages": {"level": "trajectory", "baseline": "leave_one_out", "scale": "none"},
     },
 }
@@ -140,7 +137,15 @@ def test_the_tokens_of_a_run_are_those_of_its_episodes_and_sum_to_its_loss(
                     assert own["ratio"][p] == pytest.approx(math.exp(gap.mean()), rel=2e-6)
 
 
-@pytest.mark.parametrize("distillation", [{"baseline": True}, {"reward": False, "coefficient": 0.5}])
+TAUGHT: list[dict[str, Any]] = [
+    {"baseline": True},
+    {"reward": False, "coefficient": 0.5},
+    {"divergence": "reverse_kl", "coefficient": 0.5},
+    {"divergence": "forward_kl", "reward": False},
+]
+
+
+@pytest.mark.parametrize("distillation", TAUGHT)
 def test_a_step_with_a_teacher_is_verified_by_its_weights(tmp_path: Path, distillation: dict[str, Any]) -> None:
     save_policy(load_policy("tiny:qwen3-64@5"), tmp_path / "teacher")
     changes = {
@@ -152,10 +157,15 @@ def test_a_step_with_a_teacher_is_verified_by_its_weights(tmp_path: Path, distil
     run_training(config_of(tmp_path, changes))
     verified = verify_step(tmp_path / "test", 1)
     assert (verified.difference, verified.missing) == (None, [])
-    names = {"teacher_log_ratio", "loss/distillation", "distillation/advantage", "distillation/kl"}
-    names |= {"distillation/dropped_fraction", "share", "grad_norm"} | ({"teacher_kl"} & {*open_columns(tmp_path)})
+    names = {"loss/distillation", "share", "grad_norm"}
+    if "divergence" in distillation:
+        names |= {"teacher_divergence", "distillation/divergence"}
+    else:
+        names |= {"teacher_log_ratio", "distillation/advantage", "distillation/kl", "distillation/dropped_fraction"}
+    names |= {"teacher_kl"} if "baseline" in distillation else set()
     assert names <= set(verified.compared)
-    assert ("teacher_kl" in names) == ("baseline" in distillation)
+    recorded = {name for name in open_columns(tmp_path) if name.startswith("teacher_")}
+    assert recorded == {name for name in names if name.startswith("teacher_")}
     shutil.rmtree(tmp_path / "teacher")
     assert "logprobs of the teacher" in verify_step(tmp_path / "test", 1).missing[0]
 
@@ -354,13 +364,15 @@ def num_lines_of_code(path: Path) -> int:
 
 
 def test_the_second_path_is_short_and_shares_no_code_with_the_learner() -> None:
-    path, forks, *readers = (Path(str(module.__file__)) for module in (oracle, oracle_forks, cli_verify, verify_models))
-    assert num_lines_of_code(path) <= 400  # with a line or two for each of six surrogates, level "auto", RAE, a teacher
+    modules = (oracle, oracle_forks, oracle_teacher, cli_verify, verify_models)
+    path, forks, teacher, *readers = (Path(str(module.__file__)) for module in modules)
+    assert num_lines_of_code(path) <= 400  # with a line or two for each of six surrogates, level "auto", RAE
     assert num_lines_of_code(forks) <= 50
+    assert num_lines_of_code(teacher) <= 50
     third_party = {"numpy", "numpy.typing", "torch"}
     of_python = {"collections", "collections.abc", "dataclasses", "typing", "__future__"}
-    own = {"gspo_gym.types", "gspo_gym.diagnosis.oracle_forks"}
-    assert imports_of(path) | imports_of(forks) <= own | of_python | third_party
+    own = {"gspo_gym.types", "gspo_gym.diagnosis.oracle_forks", "gspo_gym.diagnosis.oracle_teacher"}
+    assert imports_of(path) | imports_of(forks) | imports_of(teacher) <= own | of_python | third_party
     assert not [name for reader in readers for name in imports_of(reader) if "learning" in name]
     every = [node for reader in readers for node in ast.walk(ast.parse(reader.read_text()))]
     of_policy = [node for node in every if isinstance(node, ast.ImportFrom)]
@@ -835,10 +847,10 @@ def test_float32_rounding_of_a_model_is_no_difference_of_its_logprobs(
     tolerance = min(plain.compared[name][1] for name in ("old_logprob", "ref_logprob")) / 2
     assert 0 < tolerance < 1e-6
     result = verify_step(recorded, 2, tolerance=tolerance)
-    assert plain.rounding == 0 < result.rounding < 1e-5
+    assert plain.rounding == 0 < result.rounding < 4e-5
     assert {"old_logprob", "ref_logprob", "logprob", "entropy"} < set(result.compared), "update 0 was reached"
     main(["verify", str(recorded), "--step", "2", "--tolerance", str(tolerance)])
-    assert f"two precisions are {result.rounding / 4:.1e} apart, 4 times that is allowed" in capsys.readouterr().out
+    assert f"two precisions are {result.rounding / 16:.1e} apart, 16 times that is allowed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("loss", "is_wrong"), [(0.0035, False), (0.0055, True)])

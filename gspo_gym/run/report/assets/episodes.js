@@ -33,7 +33,7 @@ const ORDERS = {
 const TOKEN_NUMBERS = [
   ["turn", "turn"], ["token id", "id"], ["logprob, engine", "rollout_logprob"], ["logprob, old", "old_logprob"],
   ["logprob, now", "logprob"], ["logprob, reference", "ref_logprob"], ["log of teacher / policy", "teacher_log_ratio"],
-  ["KL to the teacher", "teacher_kl"], ["advantage", "advantage"],
+  ["KL to the teacher", "teacher_kl"], ["divergence from the teacher", "teacher_divergence"], ["advantage", "advantage"],
   ["ratio of its unit", "ratio"], ["clip bound", "clip"], ["correction weight", "correction"], ["entropy, nats", "entropy"],
   ["share of the loss", "share"], ["version of the weights", "weight_version"], ["what became of it", "fate"],
 ];

@@ -630,6 +630,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "advantages.whiten: goes by rewards, which distillation.reward = false does not learn from: remove this, or "
         "set that to true",
     ),
+    "a baseline of an exact divergence": (
+        {**TAUGHT, "distillation.baseline": True, "distillation.divergence": "reverse_kl"},
+        'distillation.baseline: takes noise off the log-ratio of the sampled token, and divergence = "reverse_kl" has '
+        'no such noise: remove this, or set that to "sampled"',
+    ),
     "a policy that teaches itself nothing": (
         {"distillation.teacher": "self"},
         "distillation.feedback: the teacher 'self' is the policy, and teaches nothing that it does not read; set "
@@ -640,11 +645,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "distillation.feedback: only the teacher 'self' reads feedback, got 'environment' with the teacher "
         "'tiny:qwen3-64'; remove it, or set teacher = 'self'",
     ),
-    "a baseline of other prompts": (
-        {"distillation": {"teacher": "self", "feedback": "environment", "baseline": True}},
-        "distillation.baseline: is not computed for the teacher 'self', which reads other prompts than the policy; "
-        "remove it",
-    ),
+    **{
+        f"{name} of other prompts": (
+            {"distillation": {"teacher": "self", "feedback": "environment", name: value}},
+            f"distillation.{name}: is not computed for the teacher 'self', which reads other prompts than the policy; "
+            "remove it",
+        )
+        for name, value in (("baseline", True), ("divergence", "forward_kl"))
+    },
     "the reasons of no judge": (
         {"distillation": {"teacher": "self", "feedback": "judge"}},
         'distillation.feedback: expected the judge of [judge], whose reasons are the feedback: set judge.enabled = '
@@ -655,11 +663,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         'distillation.feedback: expected "none" with a task app, whose agent writes the prompts, got "environment": '
         "feedback cannot be put into them, nor texts be checked for the hidden answer",
     ),
-    "the baseline of a teacher behind an endpoint": (
-        {"distillation.teacher": "http://localhost:8000/v1", "distillation.baseline": True},
-        "distillation.baseline: is a sum over the vocabulary, and an endpoint gives logprobs of the sampled tokens "
-        "only: set false, or name a model that loads here in distillation.teacher",
-    ),
+    **{
+        f"{name} of a teacher behind an endpoint": (
+            {"distillation.teacher": "http://localhost:8000/v1", f"distillation.{name}": value},
+            f"distillation.{name}: is a sum over the vocabulary, and an endpoint gives logprobs of the sampled tokens "
+            "only: remove it, or name a model that loads here in distillation.teacher",
+        )
+        for name, value in (("baseline", True), ("divergence", "reverse_kl"))
+    },
     **{
         f"{name} of a teacher that loads here": (
             {**TAUGHT, f"distillation.{name}": "x"},
@@ -746,6 +757,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
         "distillation.teacher": "http://localhost:8000/v1", "distillation.teacher_model": "big",
         "distillation.teacher_tokenizer": "tiny:qwen3-64", "distillation.api_key_env": "A_KEY",
     },
+    "a teacher of whole distributions": {**TAUGHT, "distillation.divergence": "forward_kl"},
     "a teacher beside the reward": {**TAUGHT, "training.constant_groups": "drop", "advantages.whiten": "tokens"},
     "penalised": {"rewards.overlong": 0.5},
     "adaptive beta": {"rewards.kl_coef": 0.1, "rewards.kl_target": 0.1},
