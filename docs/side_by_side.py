@@ -41,14 +41,14 @@ the model stops calling; here and in AgileRL and verifiers a turn is any text. O
 evaluates on held-out tasks, saves, and writes the run's report.
 
 AgileRL ran with torch 2.13 and its own pins of everything else, without vLLM. Its extra for language models brings
-Liger's Triton kernels, which need a GPU, and puts them into each model that Liger knows (`algorithms/core/base.py`, line
-4719); no setting prevents it, and without the package its algorithms cannot be imported (`__init__.py`, line 56). In
-Triton's interpreter a kernel of Liger's fails. So the model is a GPT-2, which Liger leaves alone.
+Liger's Triton kernels, which need a GPU, and puts them into each model that Liger knows (`algorithms/core/base.py`,
+line 4719); no setting prevents it, and without the package its algorithms cannot be imported (`__init__.py`, line 56).
+In Triton's interpreter a kernel of Liger's fails. So the model is a GPT-2, which Liger leaves alone.
 
 verifiers 0.1.9 is the last release that has its trainer: later ones look for the package verifiers-rl, and 0.4.0 names
-prime-rl; the package index has neither. The program needs a server beside it, `vf-vllm --model model`, here with vLLM 0.11
-for the CPU. Weights go there by NCCL between GPUs (`rl/inference/client.py`, line 123) before each step but the first
-(`rl/trainer/trainer.py`, line 336), so on a processor one step is all; NCCL was kept from loading for that one.
+prime-rl; the package index has neither. The program needs a server beside it, `vf-vllm --model model`, here with vLLM
+0.11 and torch 2.8. Before each step but the first (`rl/trainer/trainer.py`, line 336) the weights go there by NCCL from
+GPU to GPU (`rl/inference/client.py`, line 123, and `server.py`, line 55), so that a processor gets one step.
 
 The programs are files in `docs/side_by_side/`; `python docs/side_by_side.py run PYTHON TEMPLATE PROGRAM...` runs them.
 """
