@@ -48,7 +48,7 @@ In Triton's interpreter a kernel of Liger's fails. So the model is a GPT-2, whic
 verifiers 0.1.9 is the last release that has its trainer: later ones look for the package verifiers-rl, and 0.4.0 names
 prime-rl; the package index has neither. The program needs a server beside it, `vf-vllm --model model`, here with vLLM
 0.11 and torch 2.8. Before each step but the first (`rl/trainer/trainer.py`, line 336) the weights go there by NCCL from
-GPU to GPU (`rl/inference/client.py`, line 123, and `server.py`, line 55), so that a processor gets one step.
+GPU to GPU (`rl/inference/client.py`, line 123, and `server.py`, line 56), so that a processor gets one step.
 
 The programs are files in `docs/side_by_side/`; `python docs/side_by_side.py run PYTHON TEMPLATE PROGRAM...` runs them.
 """
