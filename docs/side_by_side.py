@@ -13,6 +13,7 @@ import tempfile
 import time
 import tokenize
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "side_by_side"
@@ -37,8 +38,17 @@ with code: no blank lines, no comments, not the module's docstring. The docstrin
 CONCLUSION = """
 Lines are not everything that differs. TRL's environment talks in calls of tools only, and an episode of it ends when
 the model stops calling; here and in AgileRL and verifiers a turn is any text. Ours also checks the chat template,
-evaluates on held-out tasks, saves, and writes the run's report. The programs that did not train are written from their
-libraries' sources and documentation, and may need another line.
+evaluates on held-out tasks, saves, and writes the run's report.
+
+AgileRL ran with torch 2.13 and its own pins of everything else, without vLLM. Its extra for language models brings
+Liger's Triton kernels, which need a GPU, and puts them into each model that Liger knows (`algorithms/core/base.py`,
+line 4719); no setting prevents it, and without the package its algorithms cannot be imported (`__init__.py`, line 56).
+In Triton's interpreter a kernel of Liger's fails. So the model is a GPT-2, which Liger leaves alone.
+
+verifiers 0.1.9 is the last release that has its trainer: later ones look for the package verifiers-rl, and 0.4.0 names
+prime-rl; the package index has neither. The program needs a server beside it, `vf-vllm --model model`, here with vLLM
+0.11 and torch 2.8. Before each step but the first (`rl/trainer/trainer.py`, line 336) the weights go there by NCCL from
+GPU to GPU (`rl/inference/client.py`, line 123, and `server.py`, line 56), so that a processor gets one step.
 
 The programs are files in `docs/side_by_side/`; `python docs/side_by_side.py run PYTHON TEMPLATE PROGRAM...` runs them.
 """
@@ -80,11 +90,29 @@ def run(python: str, template: Path, program: Path) -> dict[str, str]:
         policy = load_policy("tiny:qwen3-64-v2")
         policy.tokenizer.chat_template = template.read_text(encoding="utf-8")
         save_policy(policy, Path(name) / "model")
+        if program.stem.endswith("_agilerl"):
+            _save_gpt2(policy.tokenizer, Path(name) / "model")
         started = time.monotonic()
         done = subprocess.run([python, str(program.resolve())], cwd=name, capture_output=True, text=True, check=False)
     print(done.stdout[-3000:], done.stderr[-3000:], sep="\n", file=sys.stderr)
     end = f"ran in {time.monotonic() - started:.0f} s" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
     return {"program": program.stem, "library": program.stem, "end": end, "date": time.strftime("%Y-%m-%d")}
+
+
+def _save_gpt2(tokenizer: Any, folder: Path) -> None:
+    """Put a model with random weights over the one in the folder that Liger has no kernels for: they need a GPU."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
 
 
 if __name__ == "__main__":

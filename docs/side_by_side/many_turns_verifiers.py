@@ -20,6 +20,7 @@ def found(completion, answer):
     return float(any(said["role"] == "assistant" and said["content"].strip() == answer for said in completion))
 
 
-model, tokenizer = vf.get_model_and_tokenizer("model")
+model, tokenizer = vf.get_model_and_tokenizer("model", use_liger=False, model_kwargs={"dtype": "float32"})
 env = Guess(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[found]), max_turns=4)
-vf.RLTrainer(model=model, processing_class=tokenizer, env=env, args=vf.RLConfig(max_steps=2)).train()
+args = vf.RLConfig(max_steps=1, batch_size=64, max_tokens=8, use_cpu=True, bf16=False, report_to="none")
+vf.RLTrainer(model=model, processing_class=tokenizer, env=env, args=args).train()

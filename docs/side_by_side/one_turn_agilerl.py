@@ -19,5 +19,5 @@ def make_env():
 
 
 tokenizer = AutoTokenizer.from_pretrained("model")
-agent = GSPO(tokenizer.pad_token_id, tokenizer.pad_token, model_name="model", device="cpu", use_liger_loss=False)
+agent = GSPO(tokenizer.pad_token_id, tokenizer.pad_token, model_name="model", use_liger_loss=False, max_output_tokens=8)
 train_llm_rollout([agent], max_turns=1, env_factory=make_env, max_steps=256)

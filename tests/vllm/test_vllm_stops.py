@@ -107,7 +107,7 @@ def test_a_training_that_is_stopped_is_saved_and_leaves_no_process(tmp_path: Pat
 
 def test_a_server_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     save_policy(load_policy("tiny:qwen3-64", seed=1), tmp_path / "model")
-    command = ["gspo_gym.cli", "serve", str(tmp_path / "model"), "--engine", "vllm", "--port", "0"]
+    command = ["gspo_gym.cli", "models", "serve", str(tmp_path / "model"), "--engine", "vllm", "--port", "0"]
     options = ["--dtype", "float32", "--max-model-len", "256", "--kv-cache-gib", "0.25", "--enforce-eager"]
     require_gone([*command, *options], signal.SIGKILL, tmp_path, lambda _: "serving" in (tmp_path / "log").read_text())
 

@@ -202,7 +202,7 @@ class LiveProgress:
         self._pace = _Pace(clock, phases or Phases())
         self._row: dict[str, str] = {}
         if console.is_jupyter:
-            self._live = _Cell(self._text)
+            self._live = _Cell(self._text, self._numbers)
         else:
             self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.shown)
 
@@ -226,9 +226,11 @@ class LiveProgress:
     def finished(self) -> None:
         self._live.stop()
 
+    def _numbers(self) -> str:
+        return table(tuple(self._row), [tuple(self._row.values())], width=100) if self._row else ""
+
     def _text(self) -> str:
-        row = [table(tuple(self._row), [tuple(self._row.values())], width=100)] if self._row else []
-        return "\n".join([*row, self._pace.doing()])
+        return "\n".join(text for text in (self._numbers(), self._pace.doing()) if text)
 
     def shown(self) -> Group:
         """Return what is drawn now."""
@@ -239,25 +241,24 @@ class LiveProgress:
 
 
 class _Cell:
-    """Redraws a text in the output of a notebook's cell while it is entered; rich's Live would need widgets."""
+    """Redraws a text in a notebook's cell (rich's Live would need widgets); in the end what `last` returns stays."""
 
-    def __init__(self, text: Callable[[], str], *, seconds: float = 0.5) -> None:
-        self._text, self._seconds, self._end = text, seconds, threading.Event()
+    def __init__(self, text: Callable[[], str], last: Callable[[], str], *, seconds: float = 0.5) -> None:
+        self._text, self._last, self._seconds, self._end = text, last, seconds, threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
         ipython = importlib.import_module("IPython.display")
-        handle = ipython.display(ipython.HTML(""), display_id=True)
+        handle = ipython.display(_bundle(self._text()), raw=True, display_id=True)
 
         def draw() -> None:
             while not self._end.wait(self._seconds):
-                handle.update(ipython.HTML(f"<pre>{html.escape(self._text())}</pre>"))
-            handle.update(ipython.HTML(""))
+                handle.update(_bundle(self._text()), raw=True)
+            handle.update(_bundle(self._last()), raw=True)
 
         # In this context: the notebook knows by it which cell the output belongs to.
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(draw,), daemon=True, name="gspo-gym-cell"
-        )
+        target = contextvars.copy_context().run
+        self._thread = threading.Thread(target=target, args=(draw,), daemon=True, name="gspo-gym-cell")
         self._thread.start()
 
     def stop(self) -> None:
@@ -268,6 +269,11 @@ class _Cell:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _bundle(text: str) -> dict[str, str]:
+    # By media type; the plain text is for a notebook shown without a browser.
+    return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>" if text else ""}
 
 
 def _cells(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
