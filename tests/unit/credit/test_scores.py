@@ -31,6 +31,8 @@ def test_the_statistics_are_those_of_textbooks_also_where_the_means_are_not_0():
     # errors of the truth add their variance to that of what was measured
     assert scored.slope == pytest.approx(np.cov(estimates, truth, ddof=0)[0, 1] / (np.var(truth) - 0.2))
     assert scored.offset == pytest.approx(25 / 6 - 23 / 6)
+    small = score("small", estimates / 100, Truth(truth, np.full(6, 0.2), np.array([0, 0, 1, 1, 2, 2])))
+    assert small.correlation == pytest.approx(scored.correlation)
 
 
 def test_noise_lowers_the_correlation_and_not_the_slope():

@@ -151,6 +151,12 @@ def test_the_trials_of_an_interval_lie_between_tasks_and_samples() -> None:
     assert share_interval([1.0, 0.0], [3, 1], is_weighted=False) == wilson_interval(1, 2)
 
 
+@pytest.mark.parametrize(("shares", "num_samples"), [([0.5], [1, 2]), ([], []), ([], [1])])
+def test_an_interval_of_shares_needs_one_for_each_task(shares: list[float], num_samples: list[int]) -> None:
+    with pytest.raises(ConfigError, match=f"each of {len(num_samples)} tasks, got {len(shares)}"):
+        share_interval(shares, num_samples)
+
+
 def test_the_interval_over_tasks_covers_the_truth_where_that_over_episodes_does_not() -> None:
     # Tasks differ in difficulty as Beta(1/2, 1/2), whose mean is 1/2: in 1,000 evaluations of 40 tasks with 8 samples
     # each, a 95% interval misses it in 50; four standard errors of that number are 28.
