@@ -65,6 +65,8 @@ errors of the truth allow.
 """
 
 EXPLANATIONS = """
+## What the rows are
+
 - *return*: the episode's, nothing subtracted. *return to go*: from the turn on.
 - *trajectory, leave one out*: `advantages.level = "trajectory"`; *turn, leave one out*: `"turn"`; *auto*: `"auto"`,
   which takes of these the one that has the smaller mean square in the batch's other groups.
@@ -78,10 +80,8 @@ EXPLANATIONS = """
   `gspo-gym credit ENV --judge CONFIG.toml` asks that configuration's judge. Its scores have a scale of their own:
   read the correlation and the signs.
 - *tree*: 1 or 4 continuations of its own before and after each turn, which cost as many more episodes.
-
-Share of the turns whose true sign is sure (two standard errors) that get the right sign. `*`: the mean of estimate less
-truth is more than four standard errors from 0, which is no bias of a gradient.
-
+- *right signs*: the share of the turns whose true sign is sure (two standard errors) that get it. `*`: the mean of
+  estimate less truth is more than four standard errors from 0, which is no bias of a gradient.
 """
 
 
@@ -114,20 +114,30 @@ def players_of(game: dict) -> str:
 
 def page() -> str:
     """Return the text of the page."""
+    parts = [INTRODUCTION]
+    for heading, games in by_players().items():
+        rows = [{row["name"]: row for row in game["rows"]} for game in games]
+        names = list(dict.fromkeys(row["name"] for game in games for row in game["rows"]))
+        table = [["estimator", *map(name_of, games)], ["---"] * (1 + len(games))]
+        table.append(["players", *map(players_of, games)])
+        table.append(["groups of 8; turns", *(f"{_num_groups(game)}; {game['num_turns']:,}" for game in games)])
+        table.append(["ceiling", *(f"{game['ceiling']:.2f}" for game in games)])
+        table += [[name, *(_cell(row.get(name)) for row in rows)] for name in names]
+        signs = [["right signs", *map(name_of, games)], ["---"] * (1 + len(games))]
+        signs += [[name, *(_signs(row.get(name)) for row in rows)] for name in names]
+        parts += [f"## {heading}\n\n", _markdown(table), "\n", _markdown(signs), "\n"]
+    minutes = sum(game["seconds"] for game in lines()) / 60
+    parts.append(f"All of it took {minutes:.0f} minutes of a core that other programs shared, two games at a time.\n")
+    return "".join(parts) + EXPLANATIONS + _auto(lines(AUTO_LINES))
+
+
+def by_players() -> dict[str, list[dict]]:
+    """Return the measurements by who plays, under a heading."""
     games = lines()
-    names = list(dict.fromkeys(row["name"] for game in games for row in game["rows"]))
-    rows = [{row["name"]: row for row in game["rows"]} for game in games]
-    table = [["estimator", *map(name_of, games)], ["---"] * (1 + len(games))]
-    table.append(["players", *map(players_of, games)])
-    table.append(["groups of 8; turns", *(f"{_num_groups(game)}; {game['num_turns']:,}" for game in games)])
-    table.append(["ceiling", *(f"{game['ceiling']:.2f}" for game in games)])
-    table += [[name, *(_cell(row.get(name)) for row in rows)] for name in names]
-    signs = [["estimator", *map(name_of, games)], ["players", *map(players_of, games)]]
-    signs.insert(1, ["---"] * (1 + len(games)))
-    signs += [[name, *(_signs(row.get(name)) for row in rows)] for name in names]
-    seconds = sum(game["seconds"] for game in games)
-    end = f"\nAll games together took {seconds / 60:.0f} minutes, each on a core that other programs shared.\n"
-    return INTRODUCTION + _markdown(table) + EXPLANATIONS + _markdown(signs) + end + _auto(lines(AUTO_LINES))
+    scripted = [game for game in games if game["policy"].startswith("scripted:")]
+    trained = [game for game in games if game not in scripted]
+    parts = {"Scripted players": scripted, "Players that were trained on the game": trained}
+    return {heading: own for heading, own in parts.items() if own}
 
 
 def _auto(sets: Sequence[dict]) -> str:
@@ -175,28 +185,33 @@ def figure(file: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "gspo_gym"  # the same numbers give the same file
     from matplotlib import pyplot as plt
 
-    games = lines()
-    names = list(dict.fromkeys(row["name"] for game in games for row in game["rows"]))
+    groups = list(by_players().values())
+    names = list(dict.fromkeys(row["name"] for games in groups for game in games for row in game["rows"]))
+    width = max(map(len, groups))
     drawing, panels = plt.subplots(
-        1,
-        len(games),
-        figsize=(2.2 + 1.6 * len(games), 3.6),
+        len(groups),
+        width,
+        figsize=(2.2 + 1.6 * width, 3.4 * len(groups)),
         squeeze=False,
         sharey=True,
         sharex=True,
         layout="constrained",
     )
-    for axes, game in zip(panels[0], games, strict=True):
-        for row in game["rows"]:
-            place, middle = len(names) - names.index(row["name"]), row["correlation"]
-            color = "tab:red" if row["is_biased"] else "tab:blue"
-            axes.plot([row["low"], row["high"]], [place, place], color=color, linewidth=1.2)
-            axes.plot([middle], [place], "o", color=color, markersize=3.5)
-        axes.axvline(game["ceiling"], color="gray", linestyle=":", linewidth=1)
-        is_model = not game["policy"].startswith("scripted:")
-        axes.set_title(f"{name_of(game)}\n{players_of(game)}" if is_model else name_of(game), fontsize=9)
-        axes.grid(axis="x", linewidth=0.3)
-    panels[0, 0].set_yticks(range(len(names), 0, -1), names, fontsize=8)
+    for row_of_panels, games in zip(panels, groups, strict=True):
+        for axes in row_of_panels[len(games) :]:
+            axes.set_visible(False)
+        for axes, game in zip(row_of_panels, games, strict=False):
+            for row in game["rows"]:
+                place, middle = len(names) - names.index(row["name"]), row["correlation"]
+                color = "tab:red" if row["is_biased"] else "tab:blue"
+                axes.plot([row["low"], row["high"]], [place, place], color=color, linewidth=1.2)
+                axes.plot([middle], [place], "o", color=color, markersize=3.5)
+            axes.axvline(game["ceiling"], color="gray", linestyle=":", linewidth=1)
+            is_model = not game["policy"].startswith("scripted:")
+            axes.set_title(f"{name_of(game)}, trained" if is_model else name_of(game), fontsize=9)
+            axes.grid(axis="x", linewidth=0.3)
+    for axes in panels[:, 0]:
+        axes.set_yticks(range(len(names), 0, -1), names, fontsize=8)
     drawing.supxlabel("correlation with the true advantage (dotted: ceiling; red: slope not 1)", fontsize=9)
     drawing.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
