@@ -630,6 +630,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "advantages.whiten: goes by rewards, which distillation.reward = false does not learn from: remove this, or "
         "set that to true",
     ),
+    **{
+        f"{key} of no reward": (
+            {**TAUGHT, "distillation.reward": False, key: value},
+            f"{key}: goes by rewards, which distillation.reward = false does not learn from: remove this, or set "
+            "that to true",
+        )
+        for key, value in (("loss.surrogate", "cispo"), ("loss.dual_clip", 3.0))
+    },
     "a baseline of an exact divergence": (
         {**TAUGHT, "distillation.baseline": True, "distillation.divergence": "reverse_kl"},
         'distillation.baseline: takes noise off the log-ratio of the sampled token, and divergence = "reverse_kl" has '
