@@ -486,6 +486,7 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
         tensors = {name: lay_out(column) for name, column in columns.items()}
         is_taught = tensors["teacher_log_ratio"].isfinite() if distillation and distillation.is_self else None
         num_taught = None if is_taught is None else int(is_taught[mask].sum())
+        scores = *(tensors[f"teacher_{name}"] for name in ("log_ratio", "kl", "divergence")), is_taught
         of_tokens = policy_loss(
             tensors["logprob"] + shift,
             tensors["old_logprob"],
@@ -498,15 +499,7 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
             ref_logprobs=tensors["ref_logprob"],
             entropy=tensors["entropy"],
             correction=tensors["correction"],
-            teacher=None
-            if distillation is None
-            else TeacherScores(
-                distillation,
-                tensors["teacher_log_ratio"],
-                tensors["teacher_kl"],
-                tensors["teacher_divergence"],
-                is_taught,
-            ),
+            teacher=None if distillation is None else TeacherScores(distillation, *scores),
         ).tokens
         for name, term in terms.items():
             term[at] = getattr(of_tokens, name).numpy()

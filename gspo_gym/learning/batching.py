@@ -226,12 +226,7 @@ def build_batch(
         num_filtered=len(with_actions) - len(indices),
         num_overlong=sum(overlong),
     )
-    whole = [
-        own.episode_return
-        for trajectory, own in zip(trajectories, chain.from_iterable(returns), strict=True)
-        if trajectory.forked_from is None
-    ]
-    mean_return = sum(whole) / len(whole) if whole else None
+    mean_return = _mean_return(trajectories, chain.from_iterable(returns))
     if not indices:
         return BuiltBatch(None, counts, result.running, mean_return)
     tokens = batch_tokens([trajectories[i] for i in indices])
@@ -241,6 +236,12 @@ def build_batch(
         is_masked=torch.tensor([overlong[i] and rewards.overlong == "mask" for i in indices])[tokens.trajectory_index],
     )
     return BuiltBatch(batch, counts, result.running, mean_return, tuple(trajectories[i].trajectory_id for i in indices))
+
+
+def _mean_return(trajectories: Sequence[Trajectory], returns: Iterable[Returns]) -> float | None:
+    pairs = zip(trajectories, returns, strict=True)
+    whole = [own.episode_return for trajectory, own in pairs if trajectory.forked_from is None]
+    return sum(whole) / len(whole) if whole else None
 
 
 def _compare(

@@ -222,9 +222,7 @@ class Learner:
             own = partial(Reference, model, self._reference_settings, computer=self._computer, make_computer=make)
             self._reference = own(given=reference_model)
         scored = self._computer if self._recomputes_old else None
-        self._teacher = None
-        if distillation is not None:
-            self._teacher = _new_teacher(model, distillation, teacher, scored, make, self._device)
+        self._teacher = _new_teacher(model, distillation, teacher, scored, make, self._device)
 
     def update(self, batch: TrainBatch, sink: TokenSink | None = None) -> UpdateReport:
         """Train on a batch: `update_epochs` passes of one optimizer step per minibatch.
@@ -239,17 +237,14 @@ class Learner:
         started = self._clock()
         tally, router_load = Tally(self._loss), RouterLoad(self._routers)
         sink = sink or IgnoreTokens()
-        batch_of_sink = sink.begin(batch)
-        if isinstance(self._teacher, FeedbackTeacher):
-            batch_of_sink = self._teacher.read(batch_of_sink, max_tokens=self._settings.max_tokens_per_microbatch)
-        plan = self._plan(batch_of_sink)
+        begun = _with_feedback_read(self._teacher, sink.begin(batch), self._settings.max_tokens_per_microbatch)
+        plan = self._plan(begun)
         orders = [self._order(len(plan), epoch) for epoch in range(self._settings.update_epochs)]
         # Before the first step the weights are the old ones: a minibatch without another pass is scored by that one.
         # With gradients kernels round otherwise, and a teacher that is the policy would not give 0.
         is_scored_apart = self._shaper.uses_reference or (self._teacher is not None and self._against is None)
         first = orders[0][:1] if len(orders) == 1 and not is_scored_apart else ()
-        if isinstance(self._teacher, RemoteTeacher):
-            self._teacher.prepare([part.batch for minibatch in plan for part in minibatch.parts])
+        _prepare(self._teacher, [part.batch for minibatch in plan for part in minibatch.parts])
         plan = [minibatch if k in first else self._label(minibatch) for k, minibatch in enumerate(plan)]
         plan, shaping_metrics = self._shape(plan)
         labelled_at = self._clock()
@@ -261,9 +256,8 @@ class Learner:
         if self._reference is not None and every and self._num_updates % every == 0:
             self._reference.refresh()
         trained = [part.batch for minibatch in plan for part in minibatch.parts]
-        metrics = {**tally.metrics(), **batch_metrics(batch, trained), **shaping_metrics}
-        if isinstance(self._teacher, FeedbackTeacher):
-            metrics |= teacher_metrics(batch_of_sink, trained)
+        of_feedback = teacher_metrics(begun, trained) if isinstance(self._teacher, FeedbackTeacher) else {}
+        metrics = {**tally.metrics(), **batch_metrics(batch, trained), **shaping_metrics, **of_feedback}
         metrics |= router_load.metrics(self._collective)
         metrics |= {"time/score_seconds": labelled_at - started, "time/train_seconds": self._clock() - labelled_at}
         return UpdateReport(metrics, tally.num_steps, tally.num_nonfinite_steps)
@@ -488,14 +482,19 @@ def _divide(batch: TrainBatch, max_tokens: int, *, alike: bool, num_ranks: int) 
     return parts
 
 
+_AnyTeacher = Teacher | RemoteTeacher | FeedbackTeacher
+
+
 def _new_teacher(
     policy: nn.Module,
-    settings: DistillationSettings,
+    settings: DistillationSettings | None,
     model: nn.Module | TeacherPolicy | None,
     computer: LogprobComputer | None,
     make: partial[LogprobComputer],
     device: torch.device,
-) -> Teacher | RemoteTeacher | FeedbackTeacher:
+) -> _AnyTeacher | None:
+    if settings is None:
+        return None
     make_plain = partial(make, sampling=Sampling(), entropy_has_gradient=False)
     if settings.is_self:
         if model is not None:
@@ -508,6 +507,15 @@ def _new_teacher(
             raise ConfigError("distillation: a sum over the vocabulary needs a teacher in this process")
         return RemoteTeacher(model, policy=policy, computer=computer, make_computer=make_plain)
     return Teacher(model, settings, policy=policy, computer=computer, make_computer=make_plain)
+
+
+def _with_feedback_read(teacher: _AnyTeacher | None, batch: TrainBatch, max_tokens: int) -> TrainBatch:
+    return teacher.read(batch, max_tokens=max_tokens) if isinstance(teacher, FeedbackTeacher) else batch
+
+
+def _prepare(teacher: _AnyTeacher | None, batches: Sequence[TrainBatch]) -> None:
+    if isinstance(teacher, RemoteTeacher):
+        teacher.prepare(batches)
 
 
 def _num_taught(minibatch: TrainBatch) -> int | None:

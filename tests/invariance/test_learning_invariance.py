@@ -145,8 +145,8 @@ def test_padding_of_any_width_and_content_changes_no_gradient(model, batch, unit
 @pytest.mark.parametrize("unit", UNITS)
 def test_the_order_of_rows_and_trajectories_changes_no_gradient(model, batch, unit):
     order = torch.tensor([6, 2, 9, 0, 8, 3, 5, 1, 7, 4])
-    names = [field.name for field in dataclasses.fields(batch) if getattr(batch, field.name) is not None]
-    shuffled = rearranged(batch, **{name: getattr(batch, name)[order] for name in names})
+    tensors = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    shuffled = rearranged(batch, **{n: t[order] for n, t in tensors.items() if isinstance(t, torch.Tensor)})
     renumbered = select_trajectories(batch, [4, 2, 6, 0, 5, 1, 3])
     whole = gradients(model, [batch], unit=unit, denominators=denominators_of(batch))
     assert_same(gradients(model, [shuffled], unit=unit, denominators=denominators_of(batch)), whole)

@@ -39,6 +39,8 @@ ELSEWHERE = {
     "returns_are_selected": "tests/unit/config/build/test_apps.py",
     "judge_drifted": "tests/unit/judge/test_gold.py",
     "gold_fails": "tests/unit/judge/test_gold.py",
+    "teacher_is_worse": "tests/unit/learning/test_feedback_teacher.py",
+    "feedback_says_the_answer": "tests/unit/run/test_feedback.py",
     "sink_failed": "tests/unit/run/test_sinks.py",
     "answers_do_not_parse": "tests/unit/diagnosis/test_doctor.py",
     "tools_fail": "tests/unit/diagnosis/test_doctor.py",
