@@ -172,7 +172,13 @@ def kl_term_dominates(run: RunView) -> Finding | None:
 
 
 def steps_too_large(run: RunView) -> Finding | None:
-    """Find the first step that moved the policy far from the batch."""
+    """Find the first step that moved the policy far from the batch.
+
+    An exact divergence moves with the policy, so that many passes over a batch are sound
+    (docs/explanations/distillation.md).
+    """
+    if not run.uses_the_ratio:
+        return None
     # A metric that was not finite is null in its line.
     lines = [{name: value for name, value in line.items() if value is not None} for line in run.metrics]
     exploded_lines = [line for line in lines if _has_exploded(line)]

@@ -126,6 +126,11 @@ class RunView:
         """Return whether episodes are compared by their rewards; False if a teacher alone is learned from."""
         return bool(self.setting("distillation.reward", True))
 
+    @property
+    def uses_the_ratio(self) -> bool:
+        """Return whether a term has an importance ratio; False if an exact divergence alone is learned from."""
+        return self.learns_from_reward or bool(self.setting("distillation.divergence", "sampled") == "sampled")
+
     def all(self, name: str) -> Window | None:
         """Return a metric over the whole run; None if no line has it."""
         return _window(self.metrics, name)

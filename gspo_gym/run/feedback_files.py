@@ -57,7 +57,8 @@ def read_feedback(path: Path) -> list[TurnFeedback]:
     if not path.exists():
         return []
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        with path.open(encoding="utf-8") as file:  # str.splitlines would end a line at U+2028 in a text, too
+            lines = [json.loads(line) for line in file]
         return [
             TurnFeedback(
                 **line | {"fate": FeedbackFate(line["fate"]), "prompt_token_ids": tuple(line["prompt_token_ids"])}

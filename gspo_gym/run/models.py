@@ -206,7 +206,8 @@ def _store(folder: Path) -> CheckpointFolder:
 
 # The settings that say what was learned, and how; all others are in the run's config.toml.
 _SETTINGS = (
-    *("algorithm.variety", "loss.unit", "loss.clip_low", "loss.clip_high", "advantages.level"),
+    *("algorithm.variety", "loss.unit", "loss.surrogate", "loss.clip_low", "loss.clip_high", "advantages.level"),
+    *(f"distillation.{name}" for name in ("teacher", "feedback", "divergence", "coefficient", "baseline", "reward")),
     *("training.learning_rate", "training.batch_size", "training.group_size", "training.lora"),
     *("model.trainer_mode", "model.dtype", "rollout.max_turns", "rollout.max_output_tokens", "rollout.max_model_len"),
     *("evaluation.temperature", "run.seed"),

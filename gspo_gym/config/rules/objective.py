@@ -387,7 +387,7 @@ OBJECTIVE_RULES = (
         (
             *("training.constant_groups", "advantages.discount", "advantages.whiten", "advantages.clip"),
             *("advantages.filter_eps", "advantages.kl_shaping_coef", "rewards.clip", "rewards.kl_coef"),
-            *("loss.surrogate", "loss.dual_clip"),
+            *("loss.surrogate", "loss.dual_clip", "training.adaptive_tasks", "rollout.forks_per_episode"),
         ),
     ),
     *map(_is_of_the_sampler, SAMPLER_KEYS),

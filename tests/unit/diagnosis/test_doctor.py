@@ -90,6 +90,17 @@ def test_where_a_teacher_alone_is_learned_from_rewards_that_do_not_differ_are_no
         assert not check(a_run(metrics, settings | alone)), check.__name__
 
 
+def test_many_passes_over_a_batch_are_no_finding_where_an_exact_divergence_alone_is_learned_from() -> None:
+    metrics = {"ratio/log_std": 0.6}  # nats, and more than 0.5
+    teacher = {"distillation.teacher": "t", "distillation.reward": False}
+    exact = {**teacher, "distillation.divergence": "forward_kl"}
+    many = {"training.update_epochs": 32}
+    assert not learning.steps_too_large(a_run(metrics, exact | many))
+    # These have a ratio in their loss.
+    for settings in ({}, teacher, exact | {"distillation.reward": True}):
+        assert only(learning.steps_too_large(a_run(metrics, settings | many))).key == "training.update_epochs"
+
+
 # name, check, metrics and settings that it is silent about, metrics and settings that it reports, severity, key
 CASES: list[tuple[Check, tuple[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]], str, str]] = [
     (

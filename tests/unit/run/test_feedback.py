@@ -28,7 +28,7 @@ from gspo_gym.rollout.actors import ScriptedActor
 from gspo_gym.rollout.episode import EpisodeRequest, episode_player
 from gspo_gym.rollout.limits import EpisodeLimits
 from gspo_gym.run.feedback import Feedback, FeedbackEnvironment, StepFeedback, leak_reason
-from gspo_gym.run.feedback_files import FeedbackFate, feedback_path, read_feedback
+from gspo_gym.run.feedback_files import FeedbackFate, TurnFeedback, feedback_path, pack_feedback, read_feedback
 from gspo_gym.run.records import read_events, read_metrics
 from gspo_gym.run.tokens import open_tokens
 from gspo_gym.types import Task, Trajectory, TrajectoryGroup
@@ -182,6 +182,14 @@ def test_verify_finds_a_prompt_that_was_not_read(recorded: Path, tmp_path: Path)
     (tmp_path / "x").write_text("{}\n")
     with pytest.raises(RecordError, match="x: no file of feedback"):
         read_feedback(tmp_path / "x")
+
+
+def test_a_text_with_any_kind_of_line_end_is_read_again(tmp_path: Path) -> None:
+    # U+0085 and U+2028 are in texts from the web, and str.splitlines ends lines at them, where JSON does not.
+    turn = TurnFeedback("a/0", 0, "one\x85two\u2028three\nfour", FeedbackFate.TAUGHT, prompt_token_ids=(1, 2))
+    path = tmp_path / "step_000001.feedback.jsonl"
+    path.write_text(pack_feedback([turn]), encoding="utf-8")
+    assert read_feedback(path) == [turn]
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(recorded: Path, tmp_path: Path) -> None:

@@ -157,6 +157,16 @@ def test_the_cards_numbers_are_those_of_the_evaluation_as_the_hubs_own_reader_re
     assert f"| {ENV} | success_rate | 0.666667 | {low} to {high} | 3 episodes, seeds 0:3 |" in card.text
 
 
+def test_the_card_says_from_what_a_distilled_model_learned(runs: Path) -> None:
+    model, weights = find_model("quick@best", runs=runs), Weights("transformers", None, None, {})
+    assert "distillation" not in model_card(model, weights, version="1.2")
+    with (runs / "quick" / "config.toml").open("a") as file:
+        file.write('\n[distillation]\nteacher = "self"\nfeedback = "sibling"\nreward = false\n')
+    card = model_card(model, weights, version="1.2")
+    for row in ("distillation.teacher` | self", "distillation.feedback` | sibling", "distillation.reward` | False"):
+        assert row in card
+
+
 def test_the_card_tells_the_lineage_and_the_digests(runs: Path) -> None:
     model = find_model("quick@4", runs=runs)
     export(model.base, runs / "out", describe=lambda weights: model_card(model, weights, version="1.2"))

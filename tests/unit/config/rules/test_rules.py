@@ -636,8 +636,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             f"{key}: goes by rewards, which distillation.reward = false does not learn from: remove this, or set "
             "that to true",
         )
-        for key, value in (("loss.surrogate", "cispo"), ("loss.dual_clip", 3.0))
+        for key, value in (("loss.surrogate", "cispo"), ("loss.dual_clip", 3.0), ("training.adaptive_tasks", 8))
     },
+    "forks of no reward": (
+        {**TAUGHT, **FORKS, "distillation.reward": False},
+        "rollout.forks_per_episode: goes by rewards, which distillation.reward = false does not learn from: remove "
+        "this, or set that to true",
+    ),
     "a baseline of an exact divergence": (
         {**TAUGHT, "distillation.baseline": True, "distillation.divergence": "reverse_kl"},
         'distillation.baseline: takes noise off the log-ratio of the sampled token, and divergence = "reverse_kl" has '
