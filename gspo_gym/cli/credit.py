@@ -79,6 +79,9 @@ def measure_credit(arguments: argparse.Namespace) -> int:
         )
     if not 0 < arguments.discount <= 1:
         raise UsageError(f"--discount: expected 0 < discount <= 1, got {arguments.discount:g}")
+    for option in ("max_turns", "max_tokens", "concurrent"):
+        if (value := getattr(arguments, option)) < 1:
+            raise UsageError(f"--{option.replace('_', '-')}: expected at least 1, got {value}")
     if arguments.json is not None:
         require_writable(arguments.json)
     env_id, start = resolve(arguments.name), time.monotonic()

@@ -24,7 +24,7 @@ from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.data.dataset import DatasetEnv
 from gspo_gym.env.registry import register
 from gspo_gym.env.rewards import KeywordFunction
-from gspo_gym.errors import ConfigError, UsageError
+from gspo_gym.errors import CheckpointError, ConfigError, UsageError
 from gspo_gym.rollout.evaluation import KeptRows
 from gspo_gym.run.report.progress import counting
 
@@ -59,7 +59,7 @@ class GSPOTrainer:
             `eval_dataset` a tenth of the rows is held out.
         args: keys over the defaults, nested ({"training": {"learning_rate": 1e-4}}) or dotted
             ({"training.learning_rate": 1e-4}).
-        callbacks: called with a `StepReport` after each step and evaluation.
+        callbacks: one or several; called with a `StepReport` after each step and evaluation.
         loggers: "tensorboard", "wandb", "trackio" or "mlflow", or objects of `gspo_gym.Sink`, which `train` closes at
             its end. The run's folder has all numbers without them.
         label: the run's name.
@@ -88,7 +88,7 @@ class GSPOTrainer:
         train_dataset: AnyRows | None = None,
         eval_dataset: AnyRows | None = None,
         args: Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] = (),
         loggers: str | Sink | Sequence[str | Sink] = (),
         label: str | None = None,
         set_aside: bool = True,
@@ -102,6 +102,18 @@ class GSPOTrainer:
             raise UsageError("GSPOTrainer: reward_funcs and eval_dataset go with train_dataset, not with env")
         if train_dataset is not None:
             env = _dataset_env(train_dataset, eval_dataset, functions)
+        if isinstance(env, gymnasium.Env):
+            raise UsageError(
+                f"GSPOTrainer: env is a name, a class or a function, not one {type(env).__name__}: many play"
+            )
+        if not isinstance(args, Mapping | None):
+            raise UsageError(
+                f'GSPOTrainer: args: expected a mapping such as {{"training.group_size": 8}}, got {args!r}'
+            )
+        self._callbacks: tuple[Callback, ...] = (callbacks,) if callable(callbacks) else tuple(callbacks)
+        for callback in self._callbacks:
+            if not callable(callback):
+                raise UsageError(f"GSPOTrainer: callbacks: expected functions of a StepReport, got {callback!r}")
         overrides = _nested(args or {})
         rollout = overrides.get("rollout", {})
         all_loggers = list(loggers) if isinstance(loggers, list | tuple) else [loggers]
@@ -119,7 +131,7 @@ class GSPOTrainer:
             options = rollout.get("env_config")
             sections = first_run(name, model=model, label=label or label_of(name).lower(), options=options).sections
         self.config = RunConfig.from_dict(_merged(_nested(sections), overrides), source="GSPOTrainer")
-        self._callbacks, self._set_aside = tuple(callbacks), set_aside
+        self._set_aside = set_aside
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train, with progress on the terminal or in the notebook; return the contents of the run's summary.json.
@@ -153,13 +165,22 @@ class GSPOTrainer:
         Args:
             seeds: such as "0:100"; None: those of the configuration.
             model: as `run_evaluation`; None: the newest checkpoint.
+
+        Raises:
+            CheckpointError: `model` is None, and nothing was trained yet.
         """
+        if model is None:
+            self._require_trained()
         with self._served() as config:
             if seeds is not None:
                 config = _changed(config, {"evaluation": {"seeds": seeds}}, source="GSPOTrainer.evaluate")
             with counting(Console(stderr=True), config.num_evaluation_episodes) as count:
                 rows = KeptRows(add=lambda _row, _episode: count())
                 return run_evaluation(config, model or str(config.run_folder), rows=rows)
+
+    def _require_trained(self) -> None:
+        if not self.config.run_folder.is_dir():
+            raise CheckpointError(f"{self.config.run_folder}: nothing was trained yet; call train() first")
 
     @contextmanager
     def _served(self) -> Iterator[RunConfig]:
@@ -178,6 +199,7 @@ class GSPOTrainer:
         Raises:
             CheckpointError: nothing was trained yet. StorageError: the folder cannot be written.
         """
+        self._require_trained()
         export_model(str(self.config.run_folder), Path(folder), runs=Path(self.config.run.folder))
         return Path(folder)
 

@@ -182,6 +182,8 @@ def named_object(name: str, what: str) -> Any:
     True
     """
     module_name, _, path = name.partition(":")
+    if not path:
+        raise UnknownNameError(f"{what} {name!r}: expected MODULE:NAME")
     try:
         value: Any = importlib.import_module(module_name)
     except ImportError as error:

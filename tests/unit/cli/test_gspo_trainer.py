@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import gspo_gym
 from gspo_gym import GSPOTrainer, Sink, TextEnv
-from gspo_gym.errors import ConfigError, UnknownNameError, UsageError
+from gspo_gym.errors import CheckpointError, ConfigError, UnknownNameError, UsageError
 from gspo_gym.run.callbacks import StepReport
 
 ROWS = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(20)]
@@ -203,3 +203,28 @@ def test_an_error_of_a_callback_is_raised_after_the_run_was_saved() -> None:
         trainer.train()
     assert (trainer.run.info.status, trainer.run.info.step) == ("interrupted", 1)
     assert [path.name for path in (trainer.run.folder / "checkpoints").glob("step_*")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"args": ["training.group_size=8"]}, "args: expected a mapping"),
+        ({"callbacks": [3]}, "callbacks: expected functions of a StepReport, got 3"),
+        ({"env": Doubling()}, "env is a name, a class or a function, not one Doubling"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_trains(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        GSPOTrainer(**{"env": "GuessNumber", **arguments})
+
+
+def test_one_callback_needs_no_list() -> None:
+    GSPOTrainer(env="GuessNumber", callbacks=lambda report: None)
+
+
+def test_what_needs_a_trained_model_says_that_there_is_none(tmp_path: Path) -> None:
+    trainer = GSPOTrainer(env="GuessNumber")
+    for call in (lambda: trainer.save(tmp_path / "saved"), lambda: trainer.evaluate("0:2")):
+        with pytest.raises(CheckpointError, match=r"nothing was trained yet; call train\(\) first"):
+            call()
+    assert not (tmp_path / "saved").exists()

@@ -162,3 +162,8 @@ def test_what_is_no_source_is_refused_with_what_there_is(tmp_path: Path) -> None
 
 def test_a_nested_name_is_found() -> None:
     assert named_object("gspo_gym.env.data.rows:Row.__name__", "a name") == "Row"
+
+
+def test_a_module_without_a_name_is_answered_with_the_form():
+    with pytest.raises(UnknownNameError, match="the agent 'json': expected MODULE:NAME"):
+        named_object("json", "the agent")
