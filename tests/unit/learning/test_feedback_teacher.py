@@ -158,9 +158,14 @@ def test_beside_the_reward_both_terms_are_in_the_loss(make_model: Make, make_bat
     assert beside["loss/distillation"] == pytest.approx(alone["loss/distillation"], abs=1e-6)
 
 
-def test_agreement_is_the_correlation_of_mean_gaps_and_advantages(make_model: Make, make_batch: Make) -> None:
+@pytest.mark.parametrize("sharpness", [1.0, 0.1])
+def test_agreement_is_the_correlation_of_mean_gaps_and_advantages(
+    sharpness: float, make_model: Make, make_batch: Make
+) -> None:
+    """Also where no two gaps are a nat apart, of a model whose logits are nearly alike."""
     batch, model = make_batch(), make_model()
     with torch.no_grad():
+        model.model.norm.weight *= sharpness
         gap = by_hand(model, batch, PROMPTS).numpy()
     owner = batch.trajectory_index[:, None].expand_as(batch.action_mask)[batch.action_mask].numpy()
     gains = batch.advantages[batch.action_mask].numpy()
@@ -169,6 +174,7 @@ def test_agreement_is_the_correlation_of_mean_gaps_and_advantages(make_model: Ma
         (gap[is_taught & (owner == i)].mean(), gains[is_taught & (owner == i)].mean()) for i, _ in PROMPTS
     ]  # one turn each
     x, y = (np.array(values) - np.mean(values) for values in zip(*pairs, strict=True))
+    assert (np.ptp(x) > 1) == (sharpness == 1.0)
     expected = (x * y).sum() / math.sqrt((x**2).sum() * (y**2).sum())
     metrics = make_learner(copy.deepcopy(model)).update(with_prompts(batch, PROMPTS)).metrics
     assert metrics["distillation/agreement"] == pytest.approx(expected, abs=1e-4)
