@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import threading
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
@@ -21,6 +21,17 @@ class Compute(Protocol):
 async def in_another_thread(work: Callable[[], Result], /) -> Result:
     """Return the result of blocking work, which runs in a thread of asyncio's."""
     return await asyncio.to_thread(work)
+
+
+async def all_of(calls: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Return all results; if one fails, the others are cancelled, and it is raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 _POLL_SECONDS = 0.2  # between two looks: a cancellation of the waiting task does not wake the wait

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gspo_gym.base.http import HttpClient, call_headers
-from gspo_gym.base.loops import run_to_end
+from gspo_gym.base.loops import all_of, run_to_end
 from gspo_gym.base.retries import AttemptError, Retries, RetrySettings, Sleep
 from gspo_gym.base.settings import read_key
 from gspo_gym.errors import ConfigError, ServiceError, shortened
@@ -155,7 +155,7 @@ class EndpointTeacher:
         try:
             async with self._asking() as asking:
                 model = (await self._find(asking)).model
-                return await _all(asking.score(model, row) for row in rows)
+                return await all_of(asking.score(model, row) for row in rows)
         except ServiceError as error:
             raise ServiceError(
                 f"distillation.teacher: {error}. The step's episodes were not learned from; see that the endpoint "
@@ -297,14 +297,3 @@ def _read(answer: Json, token_ids: Sequence[int], model: ServedModel) -> list[fl
 
 def _wrong(message: str) -> AttemptError:
     return AttemptError(f"answer: {message}", kind="answer")
-
-
-async def _all(calls: Iterable[Awaitable[list[float]]]) -> list[list[float]]:
-    """Return all results; if one fails, the others are cancelled, and it is raised."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from gspo_gym.base.loops import all_of
 from gspo_gym.chat.plain import ToolsIn
 from gspo_gym.chat.renderer import Renderer, RendererCache
 from gspo_gym.engine.base import Engine
@@ -181,7 +182,7 @@ class ModelApp:
                 return await session.chat(request.call)
 
         if not request.options.stream:
-            calls = await _all(sample(choice, None) for choice in choices)
+            calls = await all_of(sample(choice, None) for choice in choices)
             answers = [
                 chat_completion(call, around, logprobs=choice.logprobs(call))
                 for choice, call in zip(choices, calls, strict=True)
@@ -194,7 +195,7 @@ class ModelApp:
             queue.put_nowait(list(choice.ended(call, around)))
             return call
 
-        telling = asyncio.ensure_future(_all(tell(choice) for choice in choices))
+        telling = asyncio.ensure_future(all_of(tell(choice) for choice in choices))
         telling.add_done_callback(lambda _: queue.put_nowait([]))
         try:
             while not (telling.done() and queue.empty()):
@@ -353,17 +354,6 @@ class _Stream:
             headers = [(b"content-type", STREAM_TYPE.encode()), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
-
-
-async def _all(calls: Iterable[Awaitable[CapturedCall]]) -> list[CapturedCall]:
-    """Return all results; if one fails, the others are cancelled, and it is raised."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _seed(body: Mapping[str, Json]) -> int:
