@@ -156,14 +156,19 @@ class GSPOTrainer:
 
     @property
     def run(self) -> Run:
-        """Return the run to look at, also while it goes on: curves, episodes, tokens."""
+        """Return the run to look at, also while it goes on: curves, episodes, tokens.
+
+        Raises:
+            CheckpointError: nothing was trained yet.
+        """
+        self._require_trained()
         return open_run(self.config.run_folder)
 
-    def evaluate(self, seeds: str | None = None, *, model: str | None = None) -> Evaluation:
+    def evaluate(self, seeds: str | Sequence[int] | None = None, *, model: str | None = None) -> Evaluation:
         """Play held-out episodes with what was trained, or with another model.
 
         Args:
-            seeds: such as "0:100"; None: those of the configuration.
+            seeds: such as "0:100", or integers; None: those of the configuration.
             model: as `run_evaluation`; None: the newest checkpoint.
 
         Raises:
@@ -173,7 +178,8 @@ class GSPOTrainer:
             self._require_trained()
         with self._served() as config:
             if seeds is not None:
-                config = _changed(config, {"evaluation": {"seeds": seeds}}, source="GSPOTrainer.evaluate")
+                given = seeds if isinstance(seeds, str) else list(seeds)
+                config = _changed(config, {"evaluation": {"seeds": given}}, source="evaluate")
             with counting(Console(stderr=True), config.num_evaluation_episodes) as count:
                 rows = KeptRows(add=lambda _row, _episode: count())
                 return run_evaluation(config, model or str(config.run_folder), rows=rows)
@@ -213,7 +219,7 @@ class GSPOTrainer:
 def evaluate(
     env: str | Callable[..., Any] | AgentApp,
     model: str = "scripted:reference",
-    seeds: str = "0:100",
+    seeds: str | Sequence[int] = "0:100",
     *,
     args: Mapping[str, Any] | None = None,
 ) -> Evaluation:
@@ -226,7 +232,7 @@ def evaluate(
         env: as for `GSPOTrainer`.
         model: a run, a folder, a hub id, "smollm2", "tiny:NAME", `scripted:NAME` for a player of the environment's own,
             or `openai:MODEL[@URL]`.
-        seeds: which tasks; held out below 2**31.
+        seeds: which tasks, such as "0:100" or range(100); held out below 2**31.
         args: keys over the defaults, as for `GSPOTrainer`, such as {"rollout.max_output_tokens": 512}.
 
     Raises:

@@ -186,7 +186,7 @@ def test_an_agent_is_served_while_it_is_trained_and_evaluated() -> None:
 
 def test_evaluate_plays_an_environment_without_a_file() -> None:
     assert gspo_gym.evaluate(Doubling, "scripted:reference", "0:3").mean_return == 1.0
-    assert gspo_gym.evaluate(Doubling, "scripted:random", "0:3").mean_return == 0.0
+    assert gspo_gym.evaluate(Doubling, "scripted:random", range(3)).mean_return == 0.0
     assert gspo_gym.evaluate(Doubling, "tiny:qwen3-64-v2", "0:3").num_episodes == 3
     with pytest.raises(UnknownNameError, match="referense"):
         gspo_gym.evaluate(Doubling, "scripted:referense", "0:3")
@@ -224,7 +224,7 @@ def test_one_callback_needs_no_list() -> None:
 
 def test_what_needs_a_trained_model_says_that_there_is_none(tmp_path: Path) -> None:
     trainer = GSPOTrainer(env="GuessNumber")
-    for call in (lambda: trainer.save(tmp_path / "saved"), lambda: trainer.evaluate("0:2")):
+    for call in (lambda: trainer.save(tmp_path / "saved"), lambda: trainer.evaluate("0:2"), lambda: trainer.run):
         with pytest.raises(CheckpointError, match=r"nothing was trained yet; call train\(\) first"):
             call()
     assert not (tmp_path / "saved").exists()
