@@ -392,6 +392,8 @@ def require_replayable(env: str, *, env_config: Mapping[str, Any], seeds: Sequen
     """Raise a ContractError if `check_env` does not find that an environment answers a replay as it did at first."""
     report = check_env(env, env_config=env_config, seeds=seeds[:2], max_turns=max_turns, num_leak_episodes=0)
     problems = [problem for problem in report.problems if problem.check in _OF_A_REPLAY]
+    if problems and problems[0].check == "construction":
+        raise ContractError(f"{report.name}: {problems[0].text}")
     if problems:
         raise ContractError(
             f"{report.name}: a replay must be answered as the episode was, or it cannot be forked; the check "

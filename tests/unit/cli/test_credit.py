@@ -54,6 +54,13 @@ def test_an_environment_that_no_seed_decides_is_refused_by_name(capsys):
     assert "gspo-gym env check" in error
 
 
+def test_an_option_that_an_environment_does_not_take_is_the_whole_error(capsys):
+    assert main(["credit", "GuessNumber", "--option", "foo=1", *SMALL]) == 2
+    error = capsys.readouterr().err
+    assert "takes no argument 'foo'" in error
+    assert "replay" not in error
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
