@@ -17,7 +17,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from gspo_gym.base.leftovers import goes_with_us, remove_folder
 from gspo_gym.cluster.actors import ASIDE, Actors, RanksLostError
 from gspo_gym.cluster.sharding import whole
 from gspo_gym.errors import CheckpointError, GymError, ServiceError
-from gspo_gym.learning.batching import TrainBatch
+from gspo_gym.learning.batching import TrainBatch, tensors_of
 from gspo_gym.learning.optimizer import StepReport
 from gspo_gym.learning.saved import PartsOfTensors, SavedTensors
 from gspo_gym.learning.tokens import TokenSink, TokenTable
@@ -337,10 +337,10 @@ class LearnerOnRanks:
 
 
 def _write_batch(batch: TrainBatch, file: Path) -> None:
-    given = {field.name: getattr(batch, field.name) for field in fields(TrainBatch)}
+    assert not batch.prompts, "a configuration with a teacher and several ranks is refused"
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in given.items() if tensor is not None}, file)
+        save_file({name: tensor.contiguous() for name, tensor in tensors_of(batch).items()}, file)
 
 
 def _have_written(ranks: Actors, max_seconds: float, folder: Path) -> None:

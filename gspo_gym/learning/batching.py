@@ -231,7 +231,7 @@ def build_batch(
         return BuiltBatch(None, counts, result.running, mean_return)
     tokens = batch_tokens([trajectories[i] for i in indices])
     batch = TrainBatch(
-        **_tensors_of(tokens),
+        **tensors_of(tokens),
         advantages=_spread([result.values[i] for i in indices], tokens.turn_index, tokens.trajectory_index),
         is_masked=torch.tensor([overlong[i] and rewards.overlong == "mask" for i in indices])[tokens.trajectory_index],
     )
@@ -301,7 +301,7 @@ def select_trajectories(batch: AnyBatch, trajectories: Iterable[int]) -> AnyBatc
     width = int(batch.attention_mask[rows].sum(1).max())
     tensors = {
         name: value[rows, :width].contiguous() if value.dim() == 2 else value[rows]
-        for name, value in _tensors_of(batch).items()
+        for name, value in tensors_of(batch).items()
     }
     return dataclasses.replace(batch, **tensors | {"trajectory_index": number_of_row[rows]})
 
@@ -348,7 +348,7 @@ def split_microbatches(batch: AnyBatch, max_tokens: int, *, keep_alike_together:
 
 def to_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
     """Return the same batch with its tensors on `device`."""
-    return dataclasses.replace(batch, **{name: value.to(device) for name, value in _tensors_of(batch).items()})
+    return dataclasses.replace(batch, **{name: value.to(device) for name, value in tensors_of(batch).items()})
 
 
 def _used_length(segment: Segment) -> int:  # nothing depends on the tokens after the last sampled one
@@ -368,7 +368,8 @@ def _spread(advantages: Sequence[Float32Array], turn_index: Tensor, trajectory_i
     return torch.from_numpy(spread)
 
 
-def _tensors_of(batch: TokenBatch) -> dict[str, Any]:  # Any: tensors, which go to fields that are no tensors, too
+def tensors_of(batch: TokenBatch) -> dict[str, Any]:  # Any: tensors, which go to fields that are no tensors, too
+    """Return the fields of a batch that hold a tensor, by name."""
     values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -379,7 +380,7 @@ def _check_shapes(batch: TokenBatch) -> None:
     expected = {"token_ids": torch.int64, "attention_mask": torch.bool, "action_mask": torch.bool}
     expected |= {"turn_index": torch.int64, "trajectory_index": torch.int64, "is_masked": torch.bool}
     expected |= {"token_index": torch.int64, "is_taught": torch.bool}
-    for name, value in _tensors_of(batch).items():
+    for name, value in tensors_of(batch).items():
         is_per_row = name in ("trajectory_index", "is_masked")
         shape = batch.token_ids.shape[:1] if is_per_row else batch.token_ids.shape
         if value.shape != shape:
