@@ -17,8 +17,9 @@ import numpy as np
 from gymnasium.error import ResetNeeded
 from gymnasium.spaces import Discrete, MultiDiscrete
 
+from gspo_gym.base.modules import named_object
 from gspo_gym.env.core import Info, PolicyFactory, ScriptedPolicy, TextEnv
-from gspo_gym.env.data.rows import named_object, next_seed
+from gspo_gym.env.data.rows import next_seed
 from gspo_gym.env.registry import make
 from gspo_gym.env.rewards import Reward
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name

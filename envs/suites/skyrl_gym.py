@@ -17,6 +17,7 @@ import numpy as np
 from gspo_gym_envs.suites.packages import import_package
 from gymnasium.error import ResetNeeded
 
+from gspo_gym.base.modules import named_object
 from gspo_gym.env.core import Info, ScriptedPolicy, TextEnv
 from gspo_gym.env.data.rows import (
     ConversationTemplate,
@@ -25,7 +26,6 @@ from gspo_gym.env.data.rows import (
     RowSource,
     checked_fraction,
     load_questions,
-    named_object,
     next_seed,
 )
 from gspo_gym.env.rewards import Reward

@@ -102,7 +102,7 @@ def serve_agent_command(arguments: argparse.Namespace) -> int:
 
 def agent_app_of(arguments: argparse.Namespace) -> AgentApp:
     """Return the app that the arguments of `app serve` describe; errors as of the command."""
-    from gspo_gym.env.data.rows import named_object
+    from gspo_gym.base.modules import named_object
     from gspo_gym.remote.serve.agent_app import agent_app
     from gspo_gym.remote.serve.task_app_server import LOOPBACK_HOSTS, TaskAppLimits
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gspo_gym.errors import GymError, UsageError, nearest_name
 
@@ -42,6 +42,13 @@ class Parser(argparse.ArgumentParser):
             near = nearest_name(str(value), names)
             raise argparse.ArgumentError(action, f"there is no command {value!r}; {near}")
         super()._check_value(action, value)
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse; where a command is missing, say which there are."""
+        commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        if commands and message.endswith(f"required: {commands[0].metavar}"):
+            message = f"expected a command: {', '.join(commands[0].choices)}"
+        super().error(message)
 
 
 def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:

@@ -209,20 +209,21 @@ def card(subject: str | Run, *, num_seeds: int = 100, folder: str | Path = "runs
     from gspo_gym.cli.models import card_of
     from gspo_gym.run.models import find_model
 
-    if isinstance(subject, str) and _is_environment(subject):
-        return Markdown(card_as_markdown(make_card(subject, num_seeds=num_seeds)))
-    model = find_model(str(subject.folder if isinstance(subject, Run) else subject), runs=Path(folder))
+    no_environment = ""
+    if isinstance(subject, str):
+        try:
+            env_id = resolve(subject)
+        except UnknownNameError as error:
+            no_environment = f"{error}; "
+        else:
+            return Markdown(card_as_markdown(make_card(env_id, num_seeds=num_seeds)))
+    try:
+        model = find_model(str(subject.folder if isinstance(subject, Run) else subject), runs=Path(folder))
+    except UnknownNameError as error:
+        raise UnknownNameError(f"{no_environment}{error}") from None
     if model.run is None:
         raise UnknownNameError(f"card: expected an environment or a run's model, got {subject!r:.80}")
     return Markdown(card_of(model).split("---\n", 2)[2].strip() + "\n")
-
-
-def _is_environment(name: str) -> bool:
-    try:
-        resolve(name)
-    except UnknownNameError:
-        return False
-    return True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator, parse_env_id
 
+from gspo_gym.base.modules import file_hint, named_module
 from gspo_gym.errors import ConfigError, UnknownNameError, nearest_name
 
 _NAMESPACE = "gspo_gym"
@@ -96,10 +97,7 @@ def resolve(env_id: str) -> str:
         return env_id
     module_name, colon, name = env_id.rpartition(":")
     if colon:
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            raise UnknownNameError(f"environment {env_id!r}: cannot import {module_name!r}: {error}") from error
+        module = named_module(f"environment {env_id!r}", module_name)
     if name in gymnasium.registry:
         return name
     if colon and callable(creator := getattr(module, name, None)):
@@ -112,7 +110,7 @@ def resolve(env_id: str) -> str:
             f"environment {env_id!r} is in several namespaces: {', '.join(matches)}; give the full id"
         )
     hint = "".join(f"; the plugin {plugin} could not be loaded: {error}" for plugin, error in failed_plugins)
-    raise UnknownNameError(f"there is no environment {env_id!r}; {_nearest(name)}{hint}")
+    raise UnknownNameError(f"there is no environment {env_id!r}; {_nearest(name)}{hint}{file_hint(env_id)}")
 
 
 def _id_of(creator: Callable[..., Any], text: str) -> str:

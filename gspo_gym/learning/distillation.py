@@ -64,7 +64,7 @@ class DistillationSettings(Settings):
     @field_validator("teacher")
     @classmethod
     def _is_a_model_or_a_url(cls, name: str) -> str:
-        if not name.startswith(_SCHEMES):
+        if "://" not in name:
             return name
         if set(name) & set("?#"):
             raise ValueError("expected a URL without a query or a fragment: routes are appended to it")

@@ -224,7 +224,7 @@ def model_card(model: Model, weights: Weights, *, version: str) -> str:
     """
     config = model.config
     base, evaluation = _base(model), model.evaluation
-    tags = ["gspo-gym"] if model.run is None else ["gspo", "gspo-gym", "reinforcement-learning"]
+    tags = ["gspo-gym"] if model.run is None else ["gspo-gym", *_methods(config)]
     about: dict[str, Any] = {  # YAML values
         "library_name": "peft" if weights.layout == "peft" else "transformers",
         "pipeline_tag": "text-generation",
@@ -247,11 +247,19 @@ def model_card(model: Model, weights: Weights, *, version: str) -> str:
     return text + "\n## Lineage\n\n" + "".join(f"- {line}\n" for line in _lineage(model, weights, version))
 
 
+def _methods(config: Mapping[str, Any]) -> list[str]:
+    """Return what a run learned by, as tags of the hub."""
+    teacher = config.get("distillation") or {}
+    learns_from_rewards = not teacher or teacher.get("reward", True)
+    return ["gspo", "reinforcement-learning"] * learns_from_rewards + ["distillation"] * bool(teacher)
+
+
 def _opening(model: Model, base: str | None, weights: Weights) -> str:
     if model.run is None:
         text = f"The weights of `{model.base}`, written by gspo-gym. No run here trained them.\n"
     else:
-        text = f"A language model trained with GSPO by gspo-gym{_on(model.config)}.\n"
+        how = "trained with GSPO" if "gspo" in _methods(model.config) else "distilled"
+        text = f"A language model {how} by gspo-gym{_on(model.config)}.\n"
         if base is not None:
             kind = "random weights, drawn from its seed" if base.startswith(TINY_PREFIX) else "the base"
             text += f"It began as `{base}` ({kind}).\n"

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gspo_gym.config.record import Rule, RunRecord, acts_with, idle, no_effect, rule, rules_in, value_at
+from pydantic import BaseModel
+
+from gspo_gym.config.record import Rule, RunRecord, acts_with, default_of, idle, no_effect, rule, rules_in, value_at
 from gspo_gym.config.words import look_up, show
 from gspo_gym.learning.settings import (
     LENGTH_WEIGHTED,
@@ -263,7 +265,7 @@ def _nothing_else_is_acknowledged(c: RunRecord) -> str | None:
 def _baseline_has_siblings(c: RunRecord) -> str | None:
     baseline, scale = c.advantages.baseline, c.advantages.scale
     compares = baseline in ("group", "leave_one_out")
-    if c.training.group_size > 1 or not (compares or scale == "group"):
+    if c.training.group_size > 1 or not (compares or scale == "group") or not _learns_from_rewards(c):
         return None
     key, value = ("baseline", baseline) if compares else ("scale", scale)
     return (
@@ -372,12 +374,29 @@ def _is_of_the_sampler(name: str) -> Rule:
     return Rule(f"correction.{name}", lambda c: c.correction.rescored_problem(name) if c.rollout.rescore else None)
 
 
+def _derived_default(c: RunRecord, key: str) -> Any:
+    """Return what a file without this key has there (Any: of any field)."""
+    section, name = key.split(".")
+    values = {above: dict(record) for above, record in c.sections.items() if isinstance(record, BaseModel)}
+    values[section][name] = None
+    value = look_up(with_derived_defaults(values, ()), key)
+    return default_of(key) if value is None else value
+
+
+def _learns_from_rewards(c: RunRecord) -> bool:
+    return c.distillation is None or c.distillation.reward
+
+
+_BY_REWARDS = "goes by rewards, which distillation.reward = false does not learn from: remove this, or set that to true"
+
+
 def _is_by_rewards(key: str) -> Rule:
-    return idle(
-        key,
-        lambda c: c.distillation is None or c.distillation.reward,
-        "goes by rewards, which distillation.reward = false does not learn from: remove this, or set that to true",
-    )
+    return Rule(key, lambda c: idle(key, _learns_from_rewards, _BY_REWARDS, default=_derived_default(c, key)).check(c))
+
+
+@rule("rewards.overlong")
+def _penalty_is_learned_from(c: RunRecord) -> str | None:
+    return None if _learns_from_rewards(c) or isinstance(c.rewards.overlong, str) else _BY_REWARDS
 
 
 OBJECTIVE_RULES = (
@@ -385,9 +404,10 @@ OBJECTIVE_RULES = (
     *map(
         _is_by_rewards,
         (
-            *("training.constant_groups", "advantages.discount", "advantages.whiten", "advantages.clip"),
-            *("advantages.filter_eps", "advantages.kl_shaping_coef", "rewards.clip", "rewards.kl_coef"),
-            *("loss.surrogate", "loss.dual_clip", "training.adaptive_tasks", "rollout.forks_per_episode"),
+            *("training.constant_groups", "training.adaptive_tasks", "rollout.forks_per_episode"),
+            *("advantages.level", "advantages.baseline", "advantages.scale", "advantages.discount"),
+            *("advantages.whiten", "advantages.clip", "advantages.filter_eps", "advantages.kl_shaping_coef"),
+            *("loss.surrogate", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "rewards.clip", "rewards.kl_coef"),
         ),
     ),
     *map(_is_of_the_sampler, SAMPLER_KEYS),

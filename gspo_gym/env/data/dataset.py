@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from gymnasium.error import ResetNeeded
 
+from gspo_gym.base.modules import named_object
 from gspo_gym.env.core import PolicyFactory, ScriptedPolicy, TextEnv
 from gspo_gym.env.data.rows import (
     ConversationTemplate,
@@ -34,7 +35,6 @@ from gspo_gym.env.data.rows import (
     as_text,
     checked_fraction,
     load_questions,
-    named_object,
     next_seed,
 )
 from gspo_gym.env.rewards import AnyFunction, KeywordFunction, Reward

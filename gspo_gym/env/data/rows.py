@@ -9,7 +9,6 @@ no other.
 from __future__ import annotations
 
 import csv
-import difflib
 import functools
 import hashlib
 import importlib
@@ -27,7 +26,8 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from gspo_gym.base.files import packaged_file
-from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError, nearest_name
+from gspo_gym.base.modules import named_object
+from gspo_gym.errors import ConfigError, MissingExtraError, nearest_name
 from gspo_gym.seeding import FIRST_TRAINING_SEED
 from gspo_gym.types import Message, Role
 
@@ -174,27 +174,6 @@ def read_rows(source: RowSource) -> list[Row]:
         rows_object = named_object(text, "rows")
         return _from_iterable(rows_object() if callable(rows_object) else rows_object, text)
     raise ConfigError(f"rows: expected {_FORMS}; got {text!r}, which is no file or folder here")
-
-
-def named_object(name: str, what: str) -> Any:
-    """Import and return MODULE:NAME, or raise an UnknownNameError; `what` describes its use in errors.
-    >>> named_object("math:pi", "a number") > 3
-    True
-    """
-    module_name, _, path = name.partition(":")
-    if not path:
-        raise UnknownNameError(f"{what} {name!r}: expected MODULE:NAME")
-    try:
-        value: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UnknownNameError(f"{what} {name!r}: cannot import {module_name!r}: {error}") from error
-    for part in path.split("."):
-        if not hasattr(value, part):
-            near = difflib.get_close_matches(part, dir(value), n=1)  # a module has too many names to list all
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UnknownNameError(f"{what} {name!r}: {module_name} has no {part!r}{hint}")
-        value = getattr(value, part)
-    return value
 
 
 def _from_iterable(rows: Any, name: str) -> list[Row]:

@@ -159,6 +159,13 @@ class _AgentRollouts:
     ) -> None:
         if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__)):
             raise ConfigError(f"agent_app: expected `async def rollout(client, task)`, got {rollout!r:.80}")
+        try:
+            inspect.signature(rollout).bind(None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"agent_app: expected `async def rollout(client, task)`, which is called with two arguments; "
+                f"{rollout!r:.80}: {error}"
+            ) from None
         self.name = name or str(getattr(rollout, "__name__", "agent"))
         self.runs = runs_within(limits)
         self._rollout, self._sides, self._limits = rollout, sides, limits

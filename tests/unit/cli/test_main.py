@@ -44,6 +44,8 @@ def test_bash_takes_the_completion_script() -> None:
     [
         (["trian"], "there is no command 'trian'; did you mean 'train'?"),
         (["runs", "lst"], "there is no command 'lst'; did you mean 'list'?"),
+        ([], "expected a command: train, evaluate, "),
+        (["app"], "expected a command: check, serve"),
         (["zzz"], "there is no command 'zzz'; known: app, cluster, config"),
     ],
 )

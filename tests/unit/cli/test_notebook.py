@@ -141,6 +141,10 @@ def test_a_card_is_of_an_environment_or_a_run() -> None:
     assert card._repr_markdown_() == card
     with pytest.raises(UnknownNameError, match="expected an environment or a run's model"):
         gspo_gym.card("tiny:qwen3-64")
+    with pytest.raises(
+        UnknownNameError, match=r"no environment 'Wordl'; did you mean 'Wordle'\?; Wordl: there is no such run"
+    ):
+        gspo_gym.card("Wordl")
 
 
 def test_without_pandas_the_metrics_are_dictionaries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

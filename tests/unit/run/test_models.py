@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 
 from gspo_gym.errors import CheckpointError, UnknownNameError
@@ -159,12 +160,17 @@ def test_the_cards_numbers_are_those_of_the_evaluation_as_the_hubs_own_reader_re
 
 def test_the_card_says_from_what_a_distilled_model_learned(runs: Path) -> None:
     model, weights = find_model("quick@best", runs=runs), Weights("transformers", None, None, {})
-    assert "distillation" not in model_card(model, weights, version="1.2")
+    card = model_card(model, weights, version="1.2")
+    assert "distillation" not in card
+    assert yaml.safe_load(card.split("---\n")[1])["tags"] == ["gspo-gym", "gspo", "reinforcement-learning"]
+    assert "A language model trained with GSPO by gspo-gym" in card
     with (runs / "quick" / "config.toml").open("a") as file:
         file.write('\n[distillation]\nteacher = "self"\nfeedback = "sibling"\nreward = false\n')
     card = model_card(model, weights, version="1.2")
     for row in ("distillation.teacher` | self", "distillation.feedback` | sibling", "distillation.reward` | False"):
         assert row in card
+    assert yaml.safe_load(card.split("---\n")[1])["tags"] == ["gspo-gym", "distillation"]
+    assert "A language model distilled by gspo-gym" in card
 
 
 def test_the_card_tells_the_lineage_and_the_digests(runs: Path) -> None:

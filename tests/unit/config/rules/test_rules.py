@@ -620,28 +620,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         '"mlflow" there, or remove this',
     ),
     # a teacher
-    "groups left out by rewards that are not learned from": (
-        {**TAUGHT, "distillation.reward": False, "training.constant_groups": "drop"},
-        "training.constant_groups: goes by rewards, which distillation.reward = false does not learn from: remove "
-        "this, or set that to true",
-    ),
-    "whitened advantages that are not learned from": (
-        {**TAUGHT, "distillation.reward": False, "advantages.whiten": "tokens"},
-        "advantages.whiten: goes by rewards, which distillation.reward = false does not learn from: remove this, or "
-        "set that to true",
-    ),
     **{
         f"{key} of no reward": (
             {**TAUGHT, "distillation.reward": False, key: value},
             f"{key}: goes by rewards, which distillation.reward = false does not learn from: remove this, or set "
             "that to true",
         )
-        for key, value in (("loss.surrogate", "cispo"), ("loss.dual_clip", 3.0), ("training.adaptive_tasks", 8))
+        for key, value in {
+            "training.constant_groups": "drop", "training.adaptive_tasks": 8, "advantages.whiten": "tokens",
+            "advantages.baseline": "batch", "advantages.scale": "none",
+            "loss.surrogate": "cispo", "loss.clip_low": 1e-3, "loss.clip_high": 1e-3, "loss.dual_clip": 3.0,
+            "rewards.overlong": 0.5, "rewards.clip": 1.0,
+        }.items()
     },
-    "forks of no reward": (
-        {**TAUGHT, **FORKS, "distillation.reward": False},
-        "rollout.forks_per_episode: goes by rewards, which distillation.reward = false does not learn from: remove "
-        "this, or set that to true",
+    "turns' advantages of no reward": (
+        {**TAUGHT, "distillation.reward": False, "algorithm.variety": "gspo_token", "advantages.level": "trajectory"},
+        "advantages.level: goes by rewards, which distillation.reward = false does not learn from: remove this, or set "
+        "that to true",
     ),
     "a baseline of an exact divergence": (
         {**TAUGHT, "distillation.baseline": True, "distillation.divergence": "reverse_kl"},
@@ -696,11 +691,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"distillation.teacher": "http://localhost:8000/v1?key=1"},
         "distillation.teacher: expected a URL without a query or a fragment: routes are appended to it",
     ),
+    "a teacher's address in capitals": (
+        {"distillation.teacher": "HTTP://localhost:8000/v1"},
+        "distillation.teacher: expected a URL that begins with http:// or https:// and holds no user or password",
+    ),
     "a teacher's address with a password": (
         {"distillation.teacher": "http://me:secret@localhost:8000/v1"},
         "distillation.teacher: expected a URL that begins with http:// or https:// and holds no user or password",
     ),
 }  # fmt: skip
+
+
+def test_forks_of_no_reward_are_refused_with_the_baseline_that_they_need(problems: Problems) -> None:
+    found = problems({**TAUGHT, **FORKS, "distillation.reward": False})
+    assert sorted(problem.split(": goes by rewards, ")[0] for problem in found) == [
+        "advantages.baseline", "advantages.scale", "rollout.forks_per_episode"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -763,6 +769,11 @@ ALLOWED: dict[str, dict[str, Any]] = {
         **FORKS, "algorithm.variety": "gspo_token", "loss.unit": "turn", "loss.surrogate": "gmpo"
     },
     "a teacher alone": {**TAUGHT, "distillation.reward": False},
+    "one episode a task of a teacher alone": {**TAUGHT, "distillation.reward": False, "training.group_size": 1},
+    "defaults that follow from others, and a teacher alone": {
+        **TAUGHT, "distillation.reward": False, "algorithm.variety": "gspo_token", "rewards.overlong": "mask"
+    },
+    "the clip of token ratios, and a teacher alone": {**TAUGHT, **GRPO, "distillation.reward": False},
     "a policy that reads what the environment answered": {
         "distillation": {"teacher": "self", "feedback": "environment"}
     },

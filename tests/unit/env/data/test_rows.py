@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gspo_gym.env.data import rows as dataset_rows
-from gspo_gym.env.data.rows import named_object, read_rows
+from gspo_gym.env.data.rows import read_rows
 from gspo_gym.errors import ConfigError, MissingExtraError, UnknownNameError
 
 TWO = [{"question": "2+2?", "answer": "4"}, {"question": "Capital of France?", "answer": "Paris"}]
@@ -158,12 +158,3 @@ def test_what_is_no_source_is_refused_with_what_there_is(tmp_path: Path) -> None
         read_rows({"train": TWO})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"is no folder of Dataset\.save_to_disk"):
         read_rows(tmp_path)
-
-
-def test_a_nested_name_is_found() -> None:
-    assert named_object("gspo_gym.env.data.rows:Row.__name__", "a name") == "Row"
-
-
-def test_a_module_without_a_name_is_answered_with_the_form():
-    with pytest.raises(UnknownNameError, match="the agent 'json': expected MODULE:NAME"):
-        named_object("json", "the agent")

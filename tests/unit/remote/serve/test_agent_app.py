@@ -224,9 +224,15 @@ def test_models_of_other_hosts_are_not_asked(stage: Stage) -> None:
     assert stage.refused(url)[:2] == (422, "inference_url_not_allowed")
 
 
+async def _only_with_a_client(client: Any) -> float:
+    return 1.0
+
+
 def test_what_is_no_agent_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected `async def rollout\(client, task\)`"):
         agent_app(lambda client, task: 1.0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match=r"called with two arguments; .*: too many positional arguments"):
+        agent_app(_only_with_a_client)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="held_out goes with rows"):
         agent_app(summing, held_out=ROWS)
     with pytest.raises(ConfigError, match="expected a held-out row"):
