@@ -23,8 +23,8 @@ import torch
 from gspo_gym.base.loops import Compute
 from gspo_gym.cluster.memory import BYTES, ModelShape, rank_memory
 from gspo_gym.config.build.apps import environment_ids
-from gspo_gym.config.build.reference import teachers_base
 from gspo_gym.config.build.rollouts import Player, build_environment, local_play, looking_at_source
+from gspo_gym.config.build.teacher import teachers_model
 from gspo_gym.config.machines import learning_of
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.engine.base import SamplingParams
@@ -355,7 +355,7 @@ def _teacher_bytes(config: RunConfig) -> int:
     """Return what the weights of a teacher take, which is loaded later; 0 if it is elsewhere, or the policy."""
     if config.distillation is None or not config.distillation.is_model_here:
         return 0
-    model = load_skeleton(teachers_base(config), dtype=config.model.dtype).model
+    model = load_skeleton(teachers_model(config).base, dtype=config.model.dtype).model
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 

@@ -25,7 +25,7 @@ from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoin
 from gspo_gym.config.build.estimate import Estimate, estimate_step
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.processes import launching
-from gspo_gym.config.build.reference import check_reference, check_teacher, dedicated_reference, teachers_base
+from gspo_gym.config.build.reference import check_reference, check_teacher, dedicated_reference
 from gspo_gym.config.build.rollouts import (
     Player,
     build_scripted_evaluate,
@@ -36,7 +36,7 @@ from gspo_gym.config.build.rollouts import (
     local_play,
     looking_at_source,
 )
-from gspo_gym.config.build.teacher import find_teacher
+from gspo_gym.config.build.teacher import find_teacher, teachers_model
 from gspo_gym.config.build.threads import compute_in, computing_elsewhere
 from gspo_gym.config.run_config import RunConfig, model_name
 from gspo_gym.config.sections import TaskSource
@@ -208,7 +208,7 @@ def _moved(config: RunConfig, folder: str) -> RunConfig:
     }
     if config.distillation is None or not config.distillation.is_model_here:
         return config.model_copy(update=changes)
-    teacher = config.distillation.model_copy(update={"teacher": teachers_base(config)})
+    teacher = config.distillation.model_copy(update={"teacher": teachers_model(config).base})
     return config.model_copy(update={**changes, "distillation": teacher})
 
 

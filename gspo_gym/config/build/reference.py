@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from gspo_gym.base.leftovers import goes_with_us, remove_folder
 from gspo_gym.base.settings import read_key
 from gspo_gym.cluster.ray import joined, require_ray
 from gspo_gym.cluster.reference import RayReference
-from gspo_gym.config.build.teacher import FoundTeacher, new_endpoint_teacher
+from gspo_gym.config.build.teacher import FoundTeacher, new_endpoint_teacher, teachers_model
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import TopologySection, names_of, place, ray_address
 from gspo_gym.errors import ConfigError
@@ -25,7 +24,6 @@ from gspo_gym.learning.settings import DEFAULT_LOGITS_BYTES
 from gspo_gym.policy.bases import known_context, parse_hub_id, whole_model_of
 from gspo_gym.policy.load import Policy, load_policy, load_tokenizer, save_policy, vocabulary_digest
 from gspo_gym.policy.quantization import is_quantized
-from gspo_gym.run.models import find_model
 
 _MAX_START_SECONDS = 1800.0  # to come up: a large model is read from a slow disk
 
@@ -107,7 +105,7 @@ def check_teacher(config: RunConfig, base: str) -> None:
     if config.distillation.is_endpoint:
         read_key(config.distillation.api_key_env, "distillation.api_key_env")
         return
-    teacher, needed = teachers_base(config), config.rollout.max_model_len
+    teacher, needed = teachers_model(config).base, config.rollout.max_model_len
     _, most = known_context(teacher)
     if most is not None and most < needed:
         raise ConfigError(
@@ -133,21 +131,11 @@ def load_teacher(
     if config.distillation.is_endpoint:
         endpoint = None if teacher is None else teacher.endpoint
         return endpoint or new_endpoint_teacher(config.distillation)
-    model, base = config.model, teachers_base(config) if teacher is None else teacher.facts["base"]
+    model, base = config.model, teachers_model(config).base if teacher is None else teacher.facts["base"]
     other = load_policy(base, dtype=model.dtype, device=device, attn_implementation=model.attn_implementation)
     _require_same_vocabulary(base, other.tokenizer, policy.tokenizer)
     loaded: nn.Module = other.model
     return loaded
-
-
-def teachers_base(config: RunConfig) -> str:
-    """Return the teacher of [distillation] in a form for `load_policy`: of a run, a checkpoint's folder.
-
-    Raises:
-        UnknownNameError, CheckpointError: there is no such model, run or step.
-    """
-    assert config.distillation is not None
-    return find_model(config.distillation.teacher, runs=Path(config.run.folder)).base
 
 
 def _require_same_vocabulary(teacher: str, its_tokenizer: Any, tokenizer: Any) -> None:  # Any: transformers is untyped

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from gspo_gym.config.run_config import RunConfig
-from gspo_gym.errors import CheckpointError, ConfigError, GymError, ServiceError
+from gspo_gym.errors import CheckpointError, ConfigError, GymError, ServiceError, UnknownNameError
 from gspo_gym.learning.settings import DistillationSettings
 from gspo_gym.policy.endpoint import EndpointTeacher, ServedModel
 from gspo_gym.policy.load import Policy, folder_of, load_tokenizer, vocabulary_digest
 from gspo_gym.policy.manifest import weights_digest
-from gspo_gym.run.models import find_model
+from gspo_gym.run.models import Model, find_model
 from gspo_gym.run.records import read_run_id, read_teacher
 
 # Of what is recorded, what must not change while a run is taught, where both records have it: digests first, and the
@@ -36,6 +36,19 @@ class FoundTeacher:
 
     facts: Mapping[str, Any]
     endpoint: EndpointTeacher | None = None
+
+
+def teachers_model(config: RunConfig) -> Model:
+    """Return the model that teaches a run, which is neither an endpoint's nor its own teacher.
+
+    Raises:
+        UnknownNameError, CheckpointError: there is no such model, run or step.
+    """
+    assert config.distillation is not None
+    try:
+        return find_model(config.distillation.teacher, runs=Path(config.run.folder))
+    except (UnknownNameError, CheckpointError) as error:
+        raise type(error)(f"distillation.teacher: {error}") from error
 
 
 def new_endpoint_teacher(settings: DistillationSettings) -> EndpointTeacher:
@@ -65,7 +78,7 @@ async def find_teacher(config: RunConfig, policy: Policy, *, is_resumed: bool = 
 
 
 def _in_this_process(config: RunConfig, settings: DistillationSettings, policy: Policy) -> FoundTeacher:
-    model = find_model(settings.teacher, runs=Path(config.run.folder))
+    model = teachers_model(config)
     is_folder = Path(model.base).expanduser().is_dir()
     base = str(Path(model.base).expanduser().absolute()) if is_folder else model.base  # for readers elsewhere
     facts: dict[str, Any] = {"teacher": settings.teacher, "base": base}

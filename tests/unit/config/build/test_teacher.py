@@ -62,7 +62,7 @@ def test_another_vocabulary_is_refused_before_and_when_it_is_loaded() -> None:
 
 
 def test_a_teacher_that_is_not_there_is_named() -> None:
-    with pytest.raises(UnknownNameError, match="no-such-run"):
+    with pytest.raises(UnknownNameError, match=r"^distillation\.teacher: no-such-run: there is no such run"):
         check_teacher(config_of("no-such-run"), "tiny:qwen3-64")
 
 
