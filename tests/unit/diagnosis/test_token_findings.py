@@ -468,7 +468,13 @@ GOOD: dict[str, tuple[Callable[[Patch], None] | None, dict[str, Any]]] = {
         },
     ),
     "a teacher beside the reward": (None, {"distillation": {"teacher": "base", "baseline": True, "coefficient": 0.5}}),
-    "a teacher alone": (None, {"distillation": {"teacher": "base", "reward": False}, "loss": {"kl_coef": 0.0}}),
+    "a teacher alone": (
+        None,
+        {
+            "distillation": {"teacher": "base", "reward": False},
+            "loss": {"kl_coef": 0.0, "clip_low": 3e-4, "clip_high": 4e-4},  # the defaults: nothing is clipped
+        },
+    ),
     "a teacher of distributions": (None, {"distillation": {"teacher": "base", "divergence": "forward_kl"}}),
 }
 
