@@ -485,7 +485,9 @@ def _loss(view: StepView, number: int, settings: LossSettings, *, shift: float =
         episodes, turns, tokens = (update[name][k] for name in ("episodes", "turns", "tokens"))
         tensors = {name: lay_out(column) for name, column in columns.items()}
         is_taught = tensors["teacher_log_ratio"].isfinite() if distillation and distillation.is_self else None
-        num_taught = None if is_taught is None else int(is_taught[mask].sum())
+        num_taught = None
+        if is_taught is not None:  # pages of earlier versions count the shown ones only
+            num_taught = update["taught"][k] if "taught" in update else int(is_taught[mask].sum())
         scores = *(tensors[f"teacher_{name}"] for name in ("log_ratio", "kl", "divergence")), is_taught
         of_tokens = policy_loss(
             tensors["logprob"] + shift,

@@ -347,6 +347,15 @@ class Learner:
     def _has_other_terms(self) -> bool:  # under which a token without an advantage has a gradient
         return self._loss.kl_coef > 0 or self._loss.entropy_coef > 0 or self._teacher is not None
 
+    def _has_gradient(self, minibatch: _Minibatch) -> bool:
+        if self._loss.kl_coef > 0 or self._loss.entropy_coef > 0:
+            return True
+        # A teacher with feedback may have none about the turns of a minibatch; None: it speaks of all.
+        if self._teacher is not None and minibatch.denominators.num_taught != 0:
+            return True
+        learns_from_rewards = self._distillation is None or self._distillation.reward
+        return learns_from_rewards and any(bool(part.batch.advantages.any()) for part in minibatch.parts)
+
     def _order(self, num_minibatches: int, epoch: int) -> list[int]:
         generator = seeding.generator(self._seed, "order", self._num_updates, epoch)
         return [int(number) for number in generator.permutation(num_minibatches)]
@@ -390,8 +399,7 @@ class Learner:
     def _step(
         self, minibatch: _Minibatch, tally: Tally, router_load: RouterLoad, sink: TokenSink, *, is_first_epoch: bool
     ) -> None:
-        has_gradient = self._has_other_terms or any(bool(part.batch.advantages.any()) for part in minibatch.parts)
-        if not minibatch.parts or not has_gradient:
+        if not minibatch.parts or not self._has_gradient(minibatch):
             tally.add_empty_step()  # and no step: momentum alone would move the weights
             return
         # The learner's logprobs before the update are the old ones; where the engine's stand for these, the present

@@ -29,7 +29,7 @@ from gspo_gym.run.steering import Steering, StopRequested
 
 _Result = TypeVar("_Result")
 
-MAX_IDLE_STEPS = 10  # in a row in which no episode had an advantage: such a run would learn nothing for ever
+MAX_IDLE_STEPS = 10  # in a row in which nothing was learned: such a run would learn nothing for ever
 
 # Makes the learner's present weights the ones that sample, under the given version.
 Publish = Callable[[int], Awaitable[None]]
@@ -245,6 +245,8 @@ class Trainer:
 
 def _is_idle(built_batch: BuiltBatch, metrics: Mapping[str, float]) -> bool:
     """Return whether a step taught nothing although not every task was done."""
+    has_advantages = built_batch.batch is not None and bool(built_batch.batch.advantages.any())
+    # A teacher needs no advantages, nor siblings; one with feedback taught if there was some.
+    is_taught = "loss/distillation" in metrics and metrics.get("distillation/taught_fraction", 1.0) > 0
     # If every task was done, there is nothing more to learn, and the run is not stuck.
-    is_informative = built_batch.batch is not None and bool(built_batch.batch.advantages.any())
-    return not is_informative and metrics.get("rollout/success_rate") != 1.0
+    return not (has_advantages or is_taught) and metrics.get("rollout/success_rate") != 1.0

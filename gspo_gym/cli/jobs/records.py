@@ -31,6 +31,7 @@ from gspo_gym.config.machines import with_all_gpus
 from gspo_gym.config.nested import Flat, apply_override, flatten
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.config.services import missing_machinery
+from gspo_gym.diagnosis.alarms import ALARMS
 from gspo_gym.errors import CheckpointError, ConfigError, GymError, RecordError, ServiceError
 from gspo_gym.policy.manifest import is_complete, read_manifest, step_of
 from gspo_gym.run.records import EventReader, LineReader, read_events, read_metrics, read_summary
@@ -45,10 +46,12 @@ _TYPES: Mapping[str, tuple[str, Status | None]] = {
 }
 _ENDS = {"completed": "rl.train.completed", "failed": "rl.train.failed"}
 _INTERRUPTED = "rl.train.interrupted"
-_WARNINGS = (
-    *("attempts_lost", "frozen", "judge_drift", "judge_gold_failed", "judge_paused", "mismatch", "nonfinite_metrics"),
-    *("refill_failed", "return_selection", "selection", "sink_failed", "staging_failed", "tokens_failed"),
-    *("uncommitted", "update_failed"),
+_WARNINGS = frozenset(
+    (
+        *ALARMS,
+        *("frozen", "judge_paused", "nonfinite_metrics", "refill_failed", "staging_failed", "tokens_failed"),
+        *("uncommitted", "update_failed"),
+    )
 )
 # Our metric -> the name under which clients of the hosted trainer know it.
 _ALIASES = {

@@ -23,6 +23,7 @@ from gspo_gym.config.build.conversations import build_renderers, read_template
 from gspo_gym.config.build.engines import check_context, check_engine
 from gspo_gym.config.build.episode_collection import ENDPOINT, SCRIPTED, endpoint_settings
 from gspo_gym.config.build.estimate import Estimate, estimate_step
+from gspo_gym.config.build.feedback import build_feedback
 from gspo_gym.config.build.judge import build_judging
 from gspo_gym.config.build.processes import launching
 from gspo_gym.config.build.reference import check_reference, check_teacher, dedicated_reference
@@ -178,6 +179,7 @@ async def rehearse(config: RunConfig) -> Rehearsal:
             if judging is not None:
                 stack.push_async_callback(judging.close)
             await build_warmup(config, player)
+            await build_feedback(config, player, judging)
             notes = (
                 *await player.start(),
                 *await player.probe_apps(),

@@ -36,6 +36,7 @@ from gspo_gym.rollout.pool import RolloutPool
 from gspo_gym.rollout.schedule import is_played_again
 from gspo_gym.run.callbacks import STOPPED_BY, CallbackSink
 from gspo_gym.run.collect import WarmupPlan, warm_up
+from gspo_gym.run.feedback import Feedback
 from gspo_gym.run.judging import Judging
 from gspo_gym.run.process import Phases, holding
 from gspo_gym.run.recording import RunRecorder
@@ -128,6 +129,7 @@ class _Players:
         cluster, num_threads: of the processes and threads that compute.
         judging: None: the environments score their episodes.
         teacher: None: there is none.
+        feedback: of a teacher that reads it; None: there is no such teacher.
         warmup: None: there is none, or it is over.
         notes: for a person.
     """
@@ -139,6 +141,7 @@ class _Players:
     player: Player
     judging: Judging | None
     teacher: FoundTeacher | None
+    feedback: Feedback | None
     warmup: tuple[RolloutPool, WarmupPlan] | None
     notes: tuple[str, ...]
 
@@ -190,7 +193,7 @@ async def _train(
         state=start.state,
         weight_sync=weight_sync,
         judging=players.judging,
-        feedback=await build_feedback(config, player, players.judging),
+        feedback=players.feedback,
         steering=session.steering,
         is_saved=start.is_resumed,
     )
@@ -231,7 +234,8 @@ async def _build_players(config: RunConfig, session: Session, start: Start) -> _
     if not start.is_resumed:
         notes += await player.probe_apps()
     notes += await environment_notes(config, player.renderers)
-    return _Players(config, cluster, num_threads, policy, player, judging, teacher, warmup, tuple(notes))
+    feedback = await build_feedback(config, player, judging)  # before a warm-up: it may refuse the chat template
+    return _Players(config, cluster, num_threads, policy, player, judging, teacher, feedback, warmup, tuple(notes))
 
 
 def _build_recorder(config: RunConfig, start: Start, more_sinks: Sequence[Sink]) -> RunRecorder:

@@ -367,6 +367,11 @@ def _feedback_is_there(c: RunRecord) -> str | None:
             f'expected "none" with a task app, whose agent writes the prompts, got "{feedback}": feedback cannot be '
             "put into them, nor texts be checked for the hidden answer"
         )
+    if feedback == "sibling" and c.training.group_size == 1:
+        return (
+            'expected training.group_size of at least 2 with "sibling", a successful episode of the same group, got 1, '
+            "so that there is no feedback"
+        )
     return None
 
 
@@ -408,7 +413,15 @@ OBJECTIVE_RULES = (
             *("advantages.level", "advantages.baseline", "advantages.scale", "advantages.discount"),
             *("advantages.whiten", "advantages.clip", "advantages.filter_eps", "advantages.kl_shaping_coef"),
             *("loss.surrogate", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "rewards.clip", "rewards.kl_coef"),
+            "correction.off_policy_threshold",  # which looks at the sign of the advantage
         ),
+    ),
+    idle("training.step_rewards_mode", _learns_from_rewards, _BY_REWARDS, default="env_sparse"),
+    idle(
+        "loss.aggregation",
+        lambda c: _learns_from_rewards(c) or c.loss.kl_coef > 0 or c.loss.entropy_coef > 0,
+        "weighs the terms of rewards, KL and entropy, and with distillation.reward = false there is none of them: the "
+        "teacher's is a mean over sampled tokens; remove this",
     ),
     *map(_is_of_the_sampler, SAMPLER_KEYS),
     acts_with("reference.source", "reference.placement", "shared"),

@@ -185,23 +185,26 @@ class RecordedStep:
     def _update(self, columns: Mapping[str, Column], num_steps: float | None) -> dict[str, Json]:
         """Return what the shares of the loss are divided by, counted over all episodes: the page may show fewer.
 
-        `episodes`, `turns` and `tokens` are lists by optimizer step, of those with sampled tokens.
+        `episodes`, `turns` and `tokens` are lists by optimizer step, of those with sampled tokens; `taught` are the
+        tokens of which a teacher that compares the sampled ones says something.
         """
         assert self._tokens is not None, "columns are of tokens"
         steps = columns["optimizer_step"]  # [P, N]
-        counts = np.zeros((3, int(steps.max(initial=-1)) + 1), np.int64)
+        counts = np.zeros((4, int(steps.max(initial=-1)) + 1), np.int64)
         own = dict(zip(self._tokens.spans, steps.T, strict=True))
+        is_taught = np.isfinite(columns["teacher_log_ratio"])
         for trajectory in (member for members in self._groups for member in members if member.trajectory_id in own):
             turns = {int(i) for segment in trajectory.segments for i in segment.turn_index[segment.action_mask]}
+            num_taught = int(is_taught[slice(*self._tokens.spans[trajectory.trajectory_id])].sum())
             for number in own[trajectory.trajectory_id]:
                 if turns and number >= 0:
-                    counts[:, number] += (1, len(turns), trajectory.num_actions)
+                    counts[:, number] += (1, len(turns), trajectory.num_actions, num_taught)
         return {
             "num_steps": num_steps,
             "shares": _sum(columns["share"]),
             "share_sizes": _sum(np.abs(columns["share"])),
             "batch_tokens": int((columns["fate"] <= Fate.OVERLONG).sum()),
-            **dict(zip(("episodes", "turns", "tokens"), counts.tolist(), strict=True)),
+            **dict(zip(("episodes", "turns", "tokens", "taught"), counts.tolist(), strict=True)),
         }
 
     def _judgement_of(self, trajectory: Trajectory) -> JudgedEpisode | None:

@@ -38,6 +38,7 @@ from gspo_gym.remote.serving import BackgroundServer
 from gspo_gym.rollout import episode, pool, record
 from gspo_gym.rollout.actors import EngineActor
 from gspo_gym.run import collect
+from gspo_gym.run.report.page_data import run_values, step_values
 from gspo_gym.run.tokens import open_tokens, pack_columns, token_path
 from gspo_gym.types import Completion, Outcome, Sampling, StepResult, Trajectory
 
@@ -467,7 +468,13 @@ GOOD: dict[str, tuple[Callable[[Patch], None] | None, dict[str, Any]]] = {
         },
     ),
     "a teacher beside the reward": (None, {"distillation": {"teacher": "base", "baseline": True, "coefficient": 0.5}}),
-    "a teacher alone": (None, {"distillation": {"teacher": "base", "reward": False}, "loss": {"kl_coef": 0.0}}),
+    "a teacher alone": (
+        None,
+        {
+            "distillation": {"teacher": "base", "reward": False},
+            "loss": {"kl_coef": 0.0, "clip_low": 3e-4, "clip_high": 4e-4},  # the defaults: nothing is clipped
+        },
+    ),
     "a teacher of distributions": (None, {"distillation": {"teacher": "base", "divergence": "forward_kl"}}),
 }
 
@@ -482,6 +489,21 @@ def test_a_good_run_has_no_finding(runs: Path, url: str, monkeypatch: Patch, nam
             plant(patch)
         run_training(config)
     assert found_in(config.run_folder) == []
+
+
+def test_a_page_of_some_episodes_divides_by_all_that_a_teacher_with_feedback_taught(runs: Path) -> None:
+    teacher = {"teacher": "self", "feedback": "environment"}
+    config = config_of(runs, "taught_by_feedback", {"distillation": teacher, "loss": {"kl_coef": 0.0}})
+    run_training(config)
+    run = run_values(config.run_folder)
+    shown = [step_values(config.run_folder, "step_000002", max_episodes=number) for number in (8, 32)]
+    taught = [
+        sum(x is not None for g in step["groups"] for e in g["episodes"] for x in e["columns"]["teacher_log_ratio"])
+        for step in shown
+    ]
+    assert 0 < taught[0] < taught[1]
+    assert sum(shown[0]["update"]["taught"]) == 2 * taught[1]  # in each of two passes
+    assert [page_findings(run, [step]) for step in shown] == [[], []]
 
 
 def cut_weights(ratios: losses.Ratios, settings: Any) -> torch.Tensor:

@@ -131,13 +131,36 @@ def test_a_prompt_that_is_the_policys_own_teaches_nothing(make_model: Make, make
     np.testing.assert_allclose(table.columns()["teacher_log_ratio"], 0.0, atol=2e-5)
 
 
-def test_without_any_feedback_the_teacher_says_nothing_and_moves_nothing(make_model: Make, make_batch: Make) -> None:
-    model = make_model()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    metrics = make_learner(model).update(make_batch()).metrics
-    assert metrics["distillation/taught_fraction"] == metrics["loss/total"] == metrics["optim/grad_norm"] == 0.0
-    assert "distillation/advantage" not in metrics, "a mean of nothing is no number"
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_without_any_feedback_nothing_moves_not_even_by_momentum(
+    is_masked: bool, make_model: Make, make_batch: Make
+) -> None:
+    model, batch, table = make_model(), make_batch(), TokenTable()
+    learner = make_learner(model)
+    learner.update(with_prompts(batch, PROMPTS))  # after which AdamW has moments
+    before = {
+        name: value.detach().clone() for name, value in {**dict(model.named_parameters()), **learner.tensors()}.items()
+    }
+    if is_masked:  # all that is taught is left out
+        taught = torch.isin(batch.trajectory_index, torch.tensor([i for i, _ in PROMPTS]))
+        batch = with_prompts(dataclasses.replace(batch, is_masked=taught), PROMPTS)
+    report = learner.update(batch, table)
+    assert (report.num_steps, report.metrics["optim/num_empty_steps"]) == (0, 1)
+    assert (report.metrics["distillation/taught_fraction"] > 0) == is_masked
+    assert "distillation/advantage" not in report.metrics, "a mean of nothing is no number"
+    after = {**dict(model.named_parameters()), **learner.tensors()}
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    assert (table.columns()["optimizer_step"] == -1).all()
+
+
+def test_rewards_that_are_not_learned_from_make_no_step(make_model: Make, make_batch: Make) -> None:
+    """In minibatches of one trajectory, those of `PROMPTS` are taught; beside the rewards, others have advantages."""
+    num_taught, options = len({trajectory for trajectory, _ in PROMPTS}), {"minibatch_size": 1}
+    alone = make_learner(make_model(), **options).update(with_prompts(make_batch(), PROMPTS))
+    beside = make_learner(make_model(), distillation={"reward": True}, **options).update(
+        with_prompts(make_batch(), PROMPTS)
+    )
+    assert alone.num_steps == num_taught < beside.num_steps
 
 
 def test_masked_episodes_are_neither_taught_nor_counted(make_model: Make, make_batch: Make) -> None:

@@ -107,6 +107,7 @@ class Parts:
     log: list[str] = field(default_factory=list)
     episodes: Sequence[tuple[float, bool | None]] = ((1.0, None),)  # (return, success) of the only one, by evaluation
     grad_norms: Sequence[float] = ()  # of the first updates; others say nothing of theirs
+    of_teacher: Mapping[str, float] = field(default_factory=dict)  # metrics of every update, if there is one
     judge_stops_at: int | None = None  # the number of the evaluation in which nothing can be scored any more
     at: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # called at that occasion, such as "publish 2"
     trainer: Any = None
@@ -119,7 +120,7 @@ class Parts:
         self.log.append("update")
         self.batches.append(batch)
         self.at.get(f"update {len(self.batches)}", lambda: None)()
-        metrics = {"batch/trained_tokens": float(batch.num_actions)}
+        metrics = {"batch/trained_tokens": float(batch.num_actions), **self.of_teacher}
         if len(self.batches) <= len(self.grad_norms):
             metrics["optim/grad_norm_max"] = self.grad_norms[len(self.batches) - 1]
         return SimpleNamespace(metrics=metrics)
@@ -484,6 +485,26 @@ def test_a_run_that_learns_nothing_for_ten_steps_in_a_row_ends_and_can_go_on(tmp
         train(tmp_path / "stuck", plan, same_for=1, state=parts.saved[-1])
     _, state = train(tmp_path / "stuck", plan, state=parts.saved[-1])
     assert (state.step, state.idle_steps) == (30, 0)
+
+
+@pytest.mark.parametrize(
+    ("of_teacher", "is_taught"),
+    [
+        ({"loss/distillation": -0.1}, True),
+        ({"loss/distillation": -0.1, "distillation/taught_fraction": 0.25}, True),
+        ({"loss/distillation": 0.0, "distillation/taught_fraction": 0.0}, False),  # no turn had feedback
+    ],
+)
+def test_a_run_without_advantages_is_not_stuck_while_a_teacher_teaches(
+    tmp_path: Path, of_teacher: Mapping[str, float], is_taught: bool
+) -> None:
+    parts = Parts(of_teacher=of_teacher)
+    if is_taught:
+        _, state = train(tmp_path, make_plan(num_steps=12), same_for=1, parts=parts)
+        assert (state.step, state.idle_steps) == (12, 0)
+    else:
+        with pytest.raises(StuckError, match="up to 10, no episode had an advantage"):
+            train(tmp_path, make_plan(num_steps=12), same_for=1, parts=parts)
 
 
 def test_a_run_in_which_every_episode_succeeds_is_not_stuck(tmp_path: Path) -> None:

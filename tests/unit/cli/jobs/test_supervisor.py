@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from served_jobs import FAKE_TRAINER, body_of
 
-from gspo_gym.cli.jobs.records import Machine, parse_request, toml_of
+from gspo_gym.cli.jobs.records import Follower, Machine, parse_request, toml_of
 from gspo_gym.cli.jobs.store import Job, Store
 from gspo_gym.cli.jobs.supervisor import Supervisor
+from gspo_gym.diagnosis.alarms import ALARMS
+from gspo_gym.run.recording import RunRecorder
 
 
 class Place:
@@ -87,6 +89,17 @@ def test_a_jobs_records_become_its_events_in_their_order(place: Place) -> None:
     ]
     assert [event.phase for event in place.store.events(job_id, only_phases=True)] == [
         "queued", "initializing", "training", "succeeded"]  # fmt: skip
+
+
+def test_every_alarm_of_a_run_is_a_warning_to_the_jobs_client(place: Place) -> None:
+    folder = place.folder / "alarmed"
+    folder.mkdir()
+    job, recorder = place.store.require(place.queue()), RunRecorder(folder, last_step=0)
+    for kind in ALARMS:
+        recorder.event(kind, 1, {"reason": "it was seen"})
+    Follower(place.store, job, folder).take_in(job, is_last_attempt=False)
+    levels = {event.type: event.level for event in place.store.events(job.job_id, after=0, limit=999)}
+    assert {levels[f"rl.run.{kind}"] for kind in ALARMS} == {"warning"}
 
 
 @pytest.mark.slow

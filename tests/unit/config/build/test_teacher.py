@@ -183,3 +183,20 @@ def test_a_policy_that_teaches_itself_is_loaded_once_and_rehearsed(tmp_path: Pat
     check_teacher(config, "tiny:qwen3-64")
     assert load_teacher(config, load_policy("tiny:qwen3-64"), "cpu") is None
     assert len(asyncio.run(rehearse(config)).episodes) == 1
+
+
+def test_a_template_that_cannot_show_feedback_is_refused_in_a_rehearsal_and_before_a_warmup(tmp_path: Path) -> None:
+    refuses = "{% for m in messages %}{% if 'Feedback' in m.content %}{{ raise_exception('none here') }}{% endif %}"
+    template = tmp_path / "no_feedback.jinja"
+    template.write_text(refuses + "{% endfor %}" + load_tokenizer("tiny:qwen3-64").chat_template)
+    sections = {
+        "run": {"folder": str(tmp_path / "runs")},
+        "model": {"chat_template": str(template)},
+        "distillation": {"teacher": "self", "feedback": "environment"},
+        "warmup": {"policy": "random", "num_episodes": 4, "learning_rate": 1e-3},
+    }
+    config = RunConfig.from_dict(small_run(**sections))
+    for go in (lambda: asyncio.run(rehearse(config)), lambda: run_training(config)):
+        with pytest.raises(ConfigError, match=r"distillation\.feedback: the chat template .* none here"):
+            go()
+    assert not config.run_folder.exists()

@@ -631,8 +631,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "advantages.baseline": "batch", "advantages.scale": "none",
             "loss.surrogate": "cispo", "loss.clip_low": 1e-3, "loss.clip_high": 1e-3, "loss.dual_clip": 3.0,
             "rewards.overlong": 0.5, "rewards.clip": 1.0,
+            "training.step_rewards_mode": "off", "correction.off_policy_threshold": 0.1,
         }.items()
     },
+    "weights of no term": (
+        {**TAUGHT, "distillation.reward": False, **GRPO, "loss.aggregation": "token-mean"},
+        "loss.aggregation: weighs the terms of rewards, KL and entropy, and with distillation.reward = false there is "
+        "none of them: the teacher's is a mean over sampled tokens; remove this",
+    ),
+    "feedback of siblings that there are not": (
+        {
+            "distillation": {"teacher": "self", "feedback": "sibling", "reward": False},
+            "training.group_size": 1,
+        },
+        'distillation.feedback: expected training.group_size of at least 2 with "sibling", a successful episode of the '
+        "same group, got 1, so that there is no feedback",
+    ),
     "turns' advantages of no reward": (
         {**TAUGHT, "distillation.reward": False, "algorithm.variety": "gspo_token", "advantages.level": "trajectory"},
         "advantages.level: goes by rewards, which distillation.reward = false does not learn from: remove this, or set "
@@ -772,6 +786,9 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "one episode a task of a teacher alone": {**TAUGHT, "distillation.reward": False, "training.group_size": 1},
     "defaults that follow from others, and a teacher alone": {
         **TAUGHT, "distillation.reward": False, "algorithm.variety": "gspo_token", "rewards.overlong": "mask"
+    },
+    "weights of an entropy beside a teacher": {
+        **TAUGHT, "distillation.reward": False, **GRPO, "loss.aggregation": "token-mean", "loss.entropy_coef": 0.01
     },
     "the clip of token ratios, and a teacher alone": {**TAUGHT, **GRPO, "distillation.reward": False},
     "a policy that reads what the environment answered": {
