@@ -51,7 +51,9 @@ class GSPOTrainer:
     Args:
         model: as `model.base`: a hub id, a folder, a GGUF file, "smollm2", or "tiny:NAME" for random weights.
         env: a registered name, or a class or function that returns a fresh environment, or an agent, as
-            `agent_app(rollout)`, which is served in this process while it is trained or evaluated.
+            `agent_app(rollout)`, which is served in this process while it is trained or evaluated. A class or function
+            of a module is recorded as MODULE:NAME, which commands in the same folder find; one of the script itself
+            is known in this process only.
         reward_funcs: with `train_dataset`: a function or several, whose rewards are added. Each takes `completion` and
             any columns by name and returns a number or a bool; one that takes `completions` is called as TRL does, with
             lists of one.
@@ -97,9 +99,13 @@ class GSPOTrainer:
 
         functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         if (env is None) == (train_dataset is None):
-            raise UsageError("GSPOTrainer: expected either env or train_dataset")
+            given = "neither" if env is None else "both"
+            raise UsageError(f"GSPOTrainer: expected either env or train_dataset, got {given}")
         if train_dataset is None and (functions or eval_dataset is not None):
-            raise UsageError("GSPOTrainer: reward_funcs and eval_dataset go with train_dataset, not with env")
+            raise UsageError(
+                "GSPOTrainer: reward_funcs and eval_dataset go with train_dataset, not with env, whose step returns "
+                "the rewards: return a Reward with a term for each function"
+            )
         if train_dataset is not None:
             env = _dataset_env(train_dataset, eval_dataset, functions)
         if isinstance(env, gymnasium.Env):
@@ -329,6 +335,9 @@ def _registered(make: Callable[..., Any] | None) -> str:
     owner = getattr(make, "__self__", None)
     maker: Any = make if owner is None else type(owner)
     name = re.sub(r"\W", "", getattr(maker, "__name__", type(maker).__name__))
+    module = getattr(make, "__module__", "__main__")
+    if module != "__main__" and getattr(sys.modules.get(module), name, None) is make:
+        return f"{module}:{name}"  # which commands in other processes find, too
     # A version of its own: an earlier trainer's configuration still means its environment.
     env_id = next(new for n in itertools.count() if (new := f"{name or 'Env'}-v{n}") not in gymnasium.registry)
     register(env_id, entry_point=make)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +60,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder in which runs/ is made; environments that a test registers go with it."""
     monkeypatch.chdir(tmp_path)
     yield
-    for env_id in [name for name in gymnasium.registry if name.startswith(("Doubling-v", "DatasetEnv-v"))]:
+    for env_id in [name for name in gymnasium.registry if name.startswith(("Doubled-v", "DatasetEnv-v"))]:
         del gymnasium.registry[env_id]
 
 
@@ -96,18 +99,39 @@ def test_two_trainers_in_one_program_keep_their_rows() -> None:
 def test_keys_go_over_the_defaults_nested_and_dotted() -> None:
     trainer = GSPOTrainer("tiny:qwen3-64-v2", Doubling, args={**SMALL, "training.learning_rate": 2e-4})
     config = trainer.config
-    assert (config.rollout.env_name, config.model.label) == ("Doubling-v0", "doubling-v0")
+    assert (config.rollout.env_name, config.model.label) == (f"{__name__}:Doubling", f"{__name__}-doubling".lower())
     assert (config.training.batch_size, config.training.learning_rate, config.training.group_size) == (8, 2e-4, 8)
     # The same keys as a file for `gspo-gym train`.
     assert gspo_gym.RunConfig.from_dict(config.model_dump(exclude_none=True)) == config
 
 
+def test_a_class_of_a_module_has_a_name_that_another_process_finds(tmp_path: Path, monkeypatch: Any) -> None:
+    """And one that only this program knows has a name of its own."""
+    (tmp_path / "safe_of_mine.py").write_text(
+        "from gspo_gym import TextEnv\nclass Safe(TextEnv):\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n        return 'Say 1.', {}\n"
+        "    def step(self, action):\n        return '', float(action == '1'), True, False, {}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = GSPOTrainer(env=importlib.import_module("safe_of_mine").Safe).config.rollout.env_name
+    command = [sys.executable, "-c", f"import gspo_gym; print(gspo_gym.make({name!r}).reset(seed=0)[0])"]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert finished.stdout == "Say 1.\n", finished.stderr
+
+    class Doubled(Doubling):
+        pass
+
+    names = [GSPOTrainer(env=Doubled).config.rollout.env_name for _ in range(2)]
+    assert names == ["Doubled-v0", "Doubled-v1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({}, UsageError, "expected either env or train_dataset"),
-        ({"env": Doubling, "train_dataset": ROWS}, UsageError, "expected either env or train_dataset"),
-        ({"env": Doubling, "reward_funcs": right}, UsageError, "go with train_dataset"),
+        ({}, UsageError, "expected either env or train_dataset, got neither"),
+        ({"env": Doubling, "train_dataset": ROWS}, UsageError, "expected either env or train_dataset, got both"),
+        ({"env": Doubling, "reward_funcs": right}, UsageError, "go with train_dataset, not with env"),
         ({"train_dataset": ROWS}, UsageError, "train_dataset needs reward_funcs"),
         ({"train_dataset": [{"text": "a"}], "reward_funcs": right}, ConfigError, r"got \['text'\]"),
         ({"env": Doubling, "args": {"training.learning_rat": 1.0}}, ConfigError, "learning_rate"),
