@@ -22,6 +22,7 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.config.foreign.readings import label_of
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.data.dataset import DatasetEnv
+from gspo_gym.env.data.rows import read_rows
 from gspo_gym.env.registry import register
 from gspo_gym.env.rewards import KeywordFunction
 from gspo_gym.errors import CheckpointError, ConfigError, UsageError
@@ -262,11 +263,14 @@ def _dataset_env(
     if not functions:
         raise UsageError("GSPOTrainer: train_dataset needs reward_funcs, which say what an answer is worth")
     column = "question"
-    if not isinstance(rows, str) and len(rows) and "question" not in rows[0]:
+    first = rows[0] if not isinstance(rows, str) and len(rows) else {}
+    if isinstance(rows, str):
+        first = next((row.values for row in read_rows(rows)), {})
+    if first and column not in first:
         column = "prompt"
-        if not isinstance(rows[0].get(column), str):
+        if not isinstance(first.get(column), str):
             raise ConfigError(
-                f'train_dataset: expected a column "question" or "prompt" with text, got {sorted(rows[0])}; '
+                f'train_dataset: expected a column "question" or "prompt" with text, got {sorted(first)}; '
                 "for conversations make a DatasetEnv and give it as env"
             )
     return DatasetEnv(
@@ -301,33 +305,43 @@ def _takes_lists(function: Callable[..., Any]) -> bool:
     return "completions" in inspect.signature(function).parameters
 
 
-def _summed(functions: Sequence[Callable[..., Any]]) -> Callable[..., dict[str, float] | None]:
-    """Return one function whose answer has each of theirs by name."""
+def _summed(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Return one function whose answer has each of theirs by name; it is async if one of them is."""
     calls: dict[str, KeywordFunction] = {}
     for index, function in enumerate(functions):
         name = getattr(function, "__name__", "reward").strip("<>")
         name = f"{name}_{index}" if name in calls else name
         calls[name] = KeywordFunction.of(function, f"reward_funcs[{index}]")
-        if calls[name].is_async:
-            raise ConfigError(f"reward_funcs[{index}]: several functions cannot be async; write one that awaits them")
 
-    def summed(completion: str, **row: Any) -> dict[str, float] | None:
-        single = {**row, "completion": completion}
+    def ask(call: KeywordFunction, completion: str, row: Mapping[str, Any]) -> Any:
+        if "completions" not in call.required:
+            return call({**row, "completion": completion})
         lists = {"completions": [completion], "prompts": [row.get("prompt", row.get("question"))]}
-        lists |= {name: [value] for name, value in row.items()}
-        scores = {
-            name: call(lists)[0] if "completions" in call.required else call(single) for name, call in calls.items()
-        }
+        return call(lists | {name: [value] for name, value in row.items()})
+
+    def added(answers: Mapping[str, Any]) -> dict[str, float] | None:
+        scores = {name: score[0] if "completions" in calls[name].required else score for name, score in answers.items()}
         # A function that answers None does not apply to this row, as in TRL.
         return {name: float(score) for name, score in scores.items() if score is not None} or None
 
+    def summed(completion: str, **row: Any) -> dict[str, float] | None:
+        return added({name: ask(call, completion, row) for name, call in calls.items()})
+
+    async def summed_soon(completion: str, **row: Any) -> dict[str, float] | None:
+        answers = {}
+        for name, call in calls.items():
+            answer = ask(call, completion, row)
+            answers[name] = await answer if call.is_async else answer
+        return added(answers)
+
+    total: Callable[..., Any] = summed_soon if any(call.is_async for call in calls.values()) else summed
     names = {name for call in calls.values() for name in call.required} - {"completion", "completions", "prompts"}
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(name, kind) for name in ("completion", *sorted(names))]
-    summed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # the columns that the rows must have
+    total.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # the columns that the rows must have
         [*parameters, inspect.Parameter("row", inspect.Parameter.VAR_KEYWORD)]
     )
-    return summed
+    return total
 
 
 def _registered(make: Callable[..., Any] | None) -> str:

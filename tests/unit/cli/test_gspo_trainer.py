@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import subprocess
 import sys
@@ -86,6 +87,35 @@ def test_a_function_that_answers_none_has_no_part_in_a_reward(functions: Any, te
     env.reset(seed=0)
     reward = env.step("10")[1]
     assert (reward if terms is None else dict(reward.terms)) == terms
+
+
+def test_several_reward_functions_may_be_async() -> None:
+    """Each in its own form: with a completion, and with lists as TRL calls it."""
+
+    async def late(completion: str, answer: str) -> bool:
+        await asyncio.sleep(0)
+        return answer in completion
+
+    async def long(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [0.25 * len(completion) for completion in completions]
+
+    trainer = GSPOTrainer(train_dataset=ROWS, reward_funcs=[right, late, long], eval_dataset=ROWS[:1])
+    env = gspo_gym.make(trainer.config.rollout.env_name)
+
+    async def play() -> Mapping[str, float]:
+        await env.reset(seed=0)
+        terms: Mapping[str, float] = (await env.step("10"))[1].terms
+        return terms
+
+    assert dict(asyncio.run(play())) == {"right": 1.0, "late": 1.0, "long": 0.25 * 2}
+
+
+def test_rows_of_a_file_may_have_the_column_prompt_as_those_of_a_list_may() -> None:
+    Path("rows.jsonl").write_text('{"prompt": "0+1?", "answer": "1"}\n{"prompt": "0+2?", "answer": "2"}\n')
+    Path("held_out.jsonl").write_text('{"prompt": "0+3?", "answer": "3"}\n')
+    trainer = GSPOTrainer(train_dataset="rows.jsonl", eval_dataset="held_out.jsonl", reward_funcs=right)
+    assert gspo_gym.make(trainer.config.rollout.env_name).reset(seed=0)[0][-1].content == "0+3?"
 
 
 def test_two_trainers_in_one_program_keep_their_rows() -> None:
