@@ -156,6 +156,14 @@ def test_a_class_of_a_module_has_a_name_that_another_process_finds(tmp_path: Pat
     assert names == ["Doubled-v0", "Doubled-v1"]
 
 
+@pytest.mark.parametrize(("num_iterations", "num_warmup_steps"), [(60, 40), (4, 3)])
+def test_a_short_run_of_long_answers_has_room_for_its_schedule(num_iterations: int, num_warmup_steps: int) -> None:
+    """8 optimizer steps an iteration; 0.083 x 480 = 39.84 and 0.083 x 32 = 2.66, rounded up."""
+    config = GSPOTrainer(env="SqlAnalyst", args={"training.iterations_per_epoch": num_iterations}).config
+    assert config.size.num_optimizer_steps == 8 * num_iterations
+    assert config.optimizer.num_warmup_steps(config.size.num_optimizer_steps) == num_warmup_steps
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
