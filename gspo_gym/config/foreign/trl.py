@@ -29,7 +29,7 @@ def batches(draft: Draft) -> None:
     )
     micro = size * draft.devices
     draft.note(
-        f"per_device_train_batch_size = {size} is of each device there, of which {draft.devices} count: --devices"
+        f"per_device_train_batch_size = {size} is of each device there; {draft.devices} counted here (--devices)"
     )
     generation, micro_per_batch = draft.count("generation_batch_size"), draft.count("steps_per_generation")
     episodes = generation or micro * (micro_per_batch or accumulation_steps)
