@@ -128,7 +128,8 @@ def read_json(cursor: Cursor, where: str) -> Any:
         # unclosed string is reported further back, at its opening quote.
         if cursor.is_truncated and (error.pos >= len(text.rstrip()) - 6 or error.msg.startswith("Unterminated string")):
             raise BadTextError(ParseStatus.TRUNCATED, f"{where}: cut off inside the JSON") from error
-        cursor.fail(f"{where}: not valid JSON: {error.msg} at character {error.pos - start} of {quote(text[start:])}")
+        what = error.msg.removesuffix(" at")  # "Invalid control character at"
+        cursor.fail(f"{where}: not valid JSON: {what} at character {error.pos - start} of {quote(text[start:])}")
     except RecursionError:
         cursor.fail(f"{where}: not usable JSON: nested too deeply")
     except ValueError as error:  # non-finite or absurdly long numbers, lone surrogates, deep nesting

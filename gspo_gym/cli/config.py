@@ -155,9 +155,10 @@ def check_config(arguments: argparse.Namespace) -> int:
 
 def _print_plan(config: RunConfig) -> None:
     size = config.size
+    steps = "step" if size.steps_per_iteration == 1 else "steps"
     print(
         f"{size.num_iterations} iterations of {size.episodes_per_batch} episodes (groups of "
-        f"{config.training.group_size}), {size.steps_per_iteration} optimizer steps each, "
+        f"{config.training.group_size}), {size.steps_per_iteration} optimizer {steps} each, "
         f"{size.num_optimizer_steps} in all; written to {config.run_folder}"
     )
     # The policy that sampled is then the policy that is updated.
@@ -245,7 +246,9 @@ def translate(system: str, values: Mapping[str, Any], wanted: Wanted | None = No
 def _add_translators(commands: Any) -> None:
     """Add a `from-...` command for each system to the subparsers of `gspo-gym config`."""
     for key, system in SYSTEMS.items():
-        parser = commands.add_parser(f"from-{key}", help=f"translate settings of {system.name} and say what changes")
+        text = f"translate settings of {system.name} and say what changes"
+        status = "The exit status is 1 if keys were left out, or if the result is not valid yet."
+        parser = commands.add_parser(f"from-{key}", help=text, epilog=status)
         parser.add_argument("file", type=Path, help="YAML, JSON or TOML")
         parser.add_argument("--env", help="the environment to train on")
         parser.add_argument("--model", help="the model, where the file names none")
@@ -257,7 +260,7 @@ def _add_translators(commands: Any) -> None:
             type=int,
             default=1,
             metavar="N",
-            help="that shared its sizes per device, where the file does not say",
+            help="devices there, each with its sizes per device, where the file does not say (default: 1)",
         )
         parser.add_argument("--output", type=Path, help="write the TOML here and not to the standard output")
         parser.set_defaults(run=_translate_file, system=key)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         default="scripted:reference+random",
-        metavar="WHO",
+        metavar="POLICY",
         help="scripted:NAME, scripted:NAME+NAME (each turn one of them at random), a model (a run, tiny:qwen3-64, a "
         "folder, an id of the hub), or openai:MODEL[@BASE_URL] (default %(default)s)",
     )

@@ -236,7 +236,7 @@ def _add_collect(subparsers: Any) -> None:
     parser.add_argument(
         "--policy",
         required=True,
-        metavar="WHO",
+        metavar="POLICY",
         help="scripted:NAME, a model (a run, tiny:qwen3-64, a folder, an id of the hub), or openai:MODEL[@BASE_URL]",
     )
     parser.add_argument(

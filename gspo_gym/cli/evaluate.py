@@ -73,7 +73,10 @@ _PART, _FINISHED = "evaluation", "evaluation.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
-    config = "the TOML file that names the environment and its limits, or a suite of evaluations with such files"
+    config = (
+        "the TOML file that names the environment and its limits, the name of one that the package holds (quickstart), "
+        "or a suite of evaluations with such files; of a run, RUN/config.toml"
+    )
     parser.add_argument("config", help=config)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over what the file says")
     usage = "a run, a folder, an id of the hub (OWNER/NAME), scripted:NAME of the environment, or openai:MODEL[@URL]"

@@ -22,6 +22,7 @@ from gspo_gym.cli.train import run_training
 from gspo_gym.config.foreign.readings import label_of
 from gspo_gym.config.run_config import RunConfig
 from gspo_gym.env.data.dataset import DatasetEnv
+from gspo_gym.env.data.rows import read_rows
 from gspo_gym.env.registry import register
 from gspo_gym.env.rewards import KeywordFunction
 from gspo_gym.errors import CheckpointError, ConfigError, UsageError
@@ -51,7 +52,9 @@ class GSPOTrainer:
     Args:
         model: as `model.base`: a hub id, a folder, a GGUF file, "smollm2", or "tiny:NAME" for random weights.
         env: a registered name, or a class or function that returns a fresh environment, or an agent, as
-            `agent_app(rollout)`, which is served in this process while it is trained or evaluated.
+            `agent_app(rollout)`, which is served in this process while it is trained or evaluated. A class or function
+            of a module is recorded as MODULE:NAME, which commands in the same folder find; one of the script itself
+            is known in this process only.
         reward_funcs: with `train_dataset`: a function or several, whose rewards are added. Each takes `completion` and
             any columns by name and returns a number or a bool; one that takes `completions` is called as TRL does, with
             lists of one.
@@ -97,9 +100,13 @@ class GSPOTrainer:
 
         functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         if (env is None) == (train_dataset is None):
-            raise UsageError("GSPOTrainer: expected either env or train_dataset")
+            given = "neither" if env is None else "both"
+            raise UsageError(f"GSPOTrainer: expected either env or train_dataset, got {given}")
         if train_dataset is None and (functions or eval_dataset is not None):
-            raise UsageError("GSPOTrainer: reward_funcs and eval_dataset go with train_dataset, not with env")
+            raise UsageError(
+                "GSPOTrainer: reward_funcs and eval_dataset go with train_dataset, not with env, whose step returns "
+                "the rewards: return a Reward with a term for each function"
+            )
         if train_dataset is not None:
             env = _dataset_env(train_dataset, eval_dataset, functions)
         if isinstance(env, gymnasium.Env):
@@ -256,11 +263,14 @@ def _dataset_env(
     if not functions:
         raise UsageError("GSPOTrainer: train_dataset needs reward_funcs, which say what an answer is worth")
     column = "question"
-    if not isinstance(rows, str) and len(rows) and "question" not in rows[0]:
+    first = rows[0] if not isinstance(rows, str) and len(rows) else {}
+    if isinstance(rows, str):
+        first = next((row.values for row in read_rows(rows)), {})
+    if first and column not in first:
         column = "prompt"
-        if not isinstance(rows[0].get(column), str):
+        if not isinstance(first.get(column), str):
             raise ConfigError(
-                f'train_dataset: expected a column "question" or "prompt" with text, got {sorted(rows[0])}; '
+                f'train_dataset: expected a column "question" or "prompt" with text, got {sorted(first)}; '
                 "for conversations make a DatasetEnv and give it as env"
             )
     return DatasetEnv(
@@ -295,33 +305,43 @@ def _takes_lists(function: Callable[..., Any]) -> bool:
     return "completions" in inspect.signature(function).parameters
 
 
-def _summed(functions: Sequence[Callable[..., Any]]) -> Callable[..., dict[str, float] | None]:
-    """Return one function whose answer has each of theirs by name."""
+def _summed(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Return one function whose answer has each of theirs by name; it is async if one of them is."""
     calls: dict[str, KeywordFunction] = {}
     for index, function in enumerate(functions):
         name = getattr(function, "__name__", "reward").strip("<>")
         name = f"{name}_{index}" if name in calls else name
         calls[name] = KeywordFunction.of(function, f"reward_funcs[{index}]")
-        if calls[name].is_async:
-            raise ConfigError(f"reward_funcs[{index}]: several functions cannot be async; write one that awaits them")
 
-    def summed(completion: str, **row: Any) -> dict[str, float] | None:
-        single = {**row, "completion": completion}
+    def ask(call: KeywordFunction, completion: str, row: Mapping[str, Any]) -> Any:
+        if "completions" not in call.required:
+            return call({**row, "completion": completion})
         lists = {"completions": [completion], "prompts": [row.get("prompt", row.get("question"))]}
-        lists |= {name: [value] for name, value in row.items()}
-        scores = {
-            name: call(lists)[0] if "completions" in call.required else call(single) for name, call in calls.items()
-        }
+        return call(lists | {name: [value] for name, value in row.items()})
+
+    def added(answers: Mapping[str, Any]) -> dict[str, float] | None:
+        scores = {name: score[0] if "completions" in calls[name].required else score for name, score in answers.items()}
         # A function that answers None does not apply to this row, as in TRL.
         return {name: float(score) for name, score in scores.items() if score is not None} or None
 
+    def summed(completion: str, **row: Any) -> dict[str, float] | None:
+        return added({name: ask(call, completion, row) for name, call in calls.items()})
+
+    async def summed_soon(completion: str, **row: Any) -> dict[str, float] | None:
+        answers = {}
+        for name, call in calls.items():
+            answer = ask(call, completion, row)
+            answers[name] = await answer if call.is_async else answer
+        return added(answers)
+
+    total: Callable[..., Any] = summed_soon if any(call.is_async for call in calls.values()) else summed
     names = {name for call in calls.values() for name in call.required} - {"completion", "completions", "prompts"}
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(name, kind) for name in ("completion", *sorted(names))]
-    summed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # the columns that the rows must have
+    total.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # the columns that the rows must have
         [*parameters, inspect.Parameter("row", inspect.Parameter.VAR_KEYWORD)]
     )
-    return summed
+    return total
 
 
 def _registered(make: Callable[..., Any] | None) -> str:
@@ -329,6 +349,9 @@ def _registered(make: Callable[..., Any] | None) -> str:
     owner = getattr(make, "__self__", None)
     maker: Any = make if owner is None else type(owner)
     name = re.sub(r"\W", "", getattr(maker, "__name__", type(maker).__name__))
+    module = getattr(make, "__module__", "__main__")
+    if module != "__main__" and getattr(sys.modules.get(module), name, None) is make:
+        return f"{module}:{name}"  # which commands in other processes find, too
     # A version of its own: an earlier trainer's configuration still means its environment.
     env_id = next(new for n in itertools.count() if (new := f"{name or 'Env'}-v{n}") not in gymnasium.registry)
     register(env_id, entry_point=make)

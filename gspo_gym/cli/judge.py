@@ -204,7 +204,13 @@ def _load_judge_rubrics(config: RunConfig, arguments: argparse.Namespace, episod
 def _add_audit(commands: Any) -> None:
     audit = commands.add_parser("audit", help="compare a judge with gold labels; look for biases; attack it")
     audit.add_argument("episodes", type=Path, metavar="EPISODES", help=_SOURCE)
-    audit.add_argument("--gold", type=Path, required=True, metavar="LABELS", help="a label a line, see judge/gold.py")
+    audit.add_argument(
+        "--gold",
+        type=Path,
+        required=True,
+        metavar="LABELS",
+        help="JSON lines with a trajectory_id and outcome, events or both: gspo_gym/judge/README.md",
+    )
     _add_judge_arguments(audit)
     audit.add_argument("--repeats", type=int, default=2, help="further judgements of every episode (default 2)")
     audit.add_argument(

@@ -66,7 +66,7 @@ def command_parser(chosen: str | None = None) -> Parser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
     shells = ("bash", "zsh", "fish")
-    completion = "print a completion script for a shell, and exit: see README.md"
+    completion = 'print a completion script for a shell, and exit: eval "$(gspo-gym --print-completion bash)"'
     parser.add_argument("--print-completion", action=_Completion, choices=shells, help=completion)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (place, text) in _COMMANDS.items():
@@ -89,6 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in _LEARNER_PACKAGES:
             raise
-        # An environment's author may have installed without them, see README.md.
+        # An environment's author may have installed without them, see docs/tutorials/first_environment.md.
         print(f"MissingExtraError: {command_name} needs {error.name}: pip install gspo-gym", file=sys.stderr)
         return 2

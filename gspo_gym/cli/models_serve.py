@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=1024, help="of answers that ask for no limit (default 1024)")
     add_sampling(parser)
     parser.add_argument("--device", default="cpu", help="for the local engine: cpu, cuda, ... (default cpu)")
-    add_engine_arguments(parser.add_argument_group("how it runs the model; from the fourth on, with vLLM"))
+    add_engine_arguments(
+        parser.add_argument_group("how it runs the model; from --tensor-parallel-size on, with --engine vllm only")
+    )
     parser.set_defaults(run=serve)
 
 

@@ -97,10 +97,9 @@ def config_file(name: str | Path) -> Path:
         return packaged_file(path)
     files_by_name = {file.stem: file for file in Path(str(files("gspo_gym_configs"))).glob("*.toml")}
     if str(name) not in files_by_name:
-        raise ConfigError(
-            f"{name}: there is no such file, and the package holds no configuration of that name; "
-            f"{nearest_name(str(name), files_by_name)}"
-        )
+        of_a_run = Path("runs", path, "config.toml")
+        hint = f"the run's is {of_a_run}" if of_a_run.is_file() else nearest_name(str(name), files_by_name)
+        raise ConfigError(f"{name}: there is no such file, and the package holds no configuration of that name; {hint}")
     return files_by_name[str(name)]
 
 

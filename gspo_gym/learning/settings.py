@@ -313,8 +313,8 @@ class OptimizerSettings(Settings):
         if self.schedule == "constant" or total_steps > self.num_warmup_steps(total_steps):
             return None
         return (
-            f"no step is left for the {self.schedule}: optimizer.warmup_steps = {self.warmup_steps:g}, and the run has "
-            f"{total_steps} optimizer steps"
+            f"no step is left for the {self.schedule} decay: optimizer.warmup_steps = {self.warmup_steps:g}, and the "
+            f"run has {total_steps} optimizer steps"
         )
 
     def at_constant_rate(self) -> OptimizerSettings:

@@ -56,7 +56,7 @@ ShouldStop = Callable[[list[tuple[int, float]]], bool]  # is shown all evaluatio
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `search`."""
-    parser.add_argument("search", help="a TOML file; examples/search.toml is one")
+    parser.add_argument("search", metavar="FILE", help="a TOML file; examples/search.toml is one")
     parser.add_argument("--resume", action="store_true", help="go on with the search in the same folder")
     parser.set_defaults(run=run_command)
 

@@ -333,8 +333,9 @@ def _random_weights(lengths: Lengths, length: int) -> Sections:
         },
         "loss": {"entropy_coef": 0.02},
         "evaluation": {"seeds": "0:200", "every_n_iters": 10},
-        # At its full height the first steps break the form of a call.
-        "optimizer": {"schedule": "linear"} | ({} if is_brief else {"warmup_steps": 40}),
+        # At its full height the first steps break the form of a call. A fraction (40 of the 480 steps), so that a run
+        # with fewer iterations is possible.
+        "optimizer": {"schedule": "linear"} | ({} if is_brief else {"warmup_steps": 0.083}),
         "warmup": {
             # One pass over at most a million tokens of conversations: minutes on two cores.
             "num_episodes": min(num_taught, max(64, 2**20 // length // 64 * 64)),

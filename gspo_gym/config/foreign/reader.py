@@ -269,6 +269,8 @@ class Draft(readings.Reading):
         for theirs, value in self.entries.items():
             if theirs not in self.read and value is not None:
                 near = nearest_name(theirs, sorted(self.read))
+                if not near.startswith("did you mean"):  # all of them: hundreds
+                    near = "`gspo-gym config parameters` lists those that are"
                 self.report(theirs, value, f"not a key that is known of {self.name}; {near}")
         self._fit()
         self._acknowledge()

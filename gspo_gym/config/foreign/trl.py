@@ -5,20 +5,31 @@ from __future__ import annotations
 import math
 
 from gspo_gym.config.foreign.reader import Draft, read_system
+from gspo_gym.errors import ConfigError
 
 _SURROGATES = ("cispo", "sapo", "vespo")  # loss types that are another surrogate than the clipped one
 _NO_BOUND = 1e6  # a ratio that no episode reaches
+_OF_GKD = ("teacher_model_name_or_path", "lmbda", "seq_kd")
 
 
 def batches(draft: Draft) -> None:
-    """Set how many episodes a batch has, how they are learned from, and how long the run is."""
+    """Set how many episodes a batch has, how they are learned from, and how long the run is.
+
+    Raises:
+        ConfigError: the file is one of GKD, whose beta mixes two divergences and is no weight of a KL term.
+    """
+    if of_gkd := [key for key in _OF_GKD if key in draft.entries]:
+        raise ConfigError(
+            f"TRL: {', '.join(of_gkd)}: settings of GKDConfig are not translated; write [distillation] with a teacher "
+            "and a divergence, see docs/explanations/distillation.md"
+        )
     size, accumulation_steps = (
         draft.require_count("per_device_train_batch_size"),
         draft.require_count("gradient_accumulation_steps"),
     )
     micro = size * draft.devices
     draft.note(
-        f"per_device_train_batch_size = {size} is of each device there, of which {draft.devices} count: --devices"
+        f"per_device_train_batch_size = {size} is of each device there; {draft.devices} counted here (--devices)"
     )
     generation, micro_per_batch = draft.count("generation_batch_size"), draft.count("steps_per_generation")
     episodes = generation or micro * (micro_per_batch or accumulation_steps)

@@ -137,6 +137,7 @@ def test_json_that_is_no_call_is_an_answer(text: str) -> None:
             "tool call 1: not valid JSON: Expecting ',' delim",
         ),
         ("<tool_call></tool_call>", "tool call 1: not valid JSON: Expecting value at character 0"),
+        ('<tool_call>{"a\nb": 1}</tool_call>', "not valid JSON: Invalid control character at character 3 of"),
         ('<tool_call>{"arguments": {}}</tool_call>', "expected the tool's name as a string under \"name\", got 'null'"),
         ('<tool_call>{"name": 7, "arguments": {}}</tool_call>', "got '7'"),
         ('<tool_call>{"name": " ", "arguments": {}}</tool_call>', "expected the tool's name"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder in which runs/ is made; environments that a test registers go with it."""
     monkeypatch.chdir(tmp_path)
     yield
-    for env_id in [name for name in gymnasium.registry if name.startswith(("Doubling-v", "DatasetEnv-v"))]:
+    for env_id in [name for name in gymnasium.registry if name.startswith(("Doubled-v", "DatasetEnv-v"))]:
         del gymnasium.registry[env_id]
 
 
@@ -85,6 +89,35 @@ def test_a_function_that_answers_none_has_no_part_in_a_reward(functions: Any, te
     assert (reward if terms is None else dict(reward.terms)) == terms
 
 
+def test_several_reward_functions_may_be_async() -> None:
+    """Each in its own form: with a completion, and with lists as TRL calls it."""
+
+    async def late(completion: str, answer: str) -> bool:
+        await asyncio.sleep(0)
+        return answer in completion
+
+    async def long(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [0.25 * len(completion) for completion in completions]
+
+    trainer = GSPOTrainer(train_dataset=ROWS, reward_funcs=[right, late, long], eval_dataset=ROWS[:1])
+    env = gspo_gym.make(trainer.config.rollout.env_name)
+
+    async def play() -> Mapping[str, float]:
+        await env.reset(seed=0)
+        terms: Mapping[str, float] = (await env.step("10"))[1].terms
+        return terms
+
+    assert dict(asyncio.run(play())) == {"right": 1.0, "late": 1.0, "long": 0.25 * 2}
+
+
+def test_rows_of_a_file_may_have_the_column_prompt_as_those_of_a_list_may() -> None:
+    Path("rows.jsonl").write_text('{"prompt": "0+1?", "answer": "1"}\n{"prompt": "0+2?", "answer": "2"}\n')
+    Path("held_out.jsonl").write_text('{"prompt": "0+3?", "answer": "3"}\n')
+    trainer = GSPOTrainer(train_dataset="rows.jsonl", eval_dataset="held_out.jsonl", reward_funcs=right)
+    assert gspo_gym.make(trainer.config.rollout.env_name).reset(seed=0)[0][-1].content == "0+3?"
+
+
 def test_two_trainers_in_one_program_keep_their_rows() -> None:
     held_out = (ROWS[0], {**ROWS[0], "question": "0 and 1?"})
     trainers = [GSPOTrainer(train_dataset=ROWS[1:], eval_dataset=[row], reward_funcs=right) for row in held_out]
@@ -96,18 +129,47 @@ def test_two_trainers_in_one_program_keep_their_rows() -> None:
 def test_keys_go_over_the_defaults_nested_and_dotted() -> None:
     trainer = GSPOTrainer("tiny:qwen3-64-v2", Doubling, args={**SMALL, "training.learning_rate": 2e-4})
     config = trainer.config
-    assert (config.rollout.env_name, config.model.label) == ("Doubling-v0", "doubling-v0")
+    assert (config.rollout.env_name, config.model.label) == (f"{__name__}:Doubling", f"{__name__}-doubling".lower())
     assert (config.training.batch_size, config.training.learning_rate, config.training.group_size) == (8, 2e-4, 8)
     # The same keys as a file for `gspo-gym train`.
     assert gspo_gym.RunConfig.from_dict(config.model_dump(exclude_none=True)) == config
 
 
+def test_a_class_of_a_module_has_a_name_that_another_process_finds(tmp_path: Path, monkeypatch: Any) -> None:
+    """And one that only this program knows has a name of its own."""
+    (tmp_path / "safe_of_mine.py").write_text(
+        "from gspo_gym import TextEnv\nclass Safe(TextEnv):\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n        return 'Say 1.', {}\n"
+        "    def step(self, action):\n        return '', float(action == '1'), True, False, {}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = GSPOTrainer(env=importlib.import_module("safe_of_mine").Safe).config.rollout.env_name
+    command = [sys.executable, "-c", f"import gspo_gym; print(gspo_gym.make({name!r}).reset(seed=0)[0])"]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert finished.stdout == "Say 1.\n", finished.stderr
+
+    class Doubled(Doubling):
+        pass
+
+    names = [GSPOTrainer(env=Doubled).config.rollout.env_name for _ in range(2)]
+    assert names == ["Doubled-v0", "Doubled-v1"]
+
+
+@pytest.mark.parametrize(("num_iterations", "num_warmup_steps"), [(60, 40), (4, 3)])
+def test_a_short_run_of_long_answers_has_room_for_its_schedule(num_iterations: int, num_warmup_steps: int) -> None:
+    """8 optimizer steps an iteration; 0.083 x 480 = 39.84 and 0.083 x 32 = 2.66, rounded up."""
+    config = GSPOTrainer(env="SqlAnalyst", args={"training.iterations_per_epoch": num_iterations}).config
+    assert config.size.num_optimizer_steps == 8 * num_iterations
+    assert config.optimizer.num_warmup_steps(config.size.num_optimizer_steps) == num_warmup_steps
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({}, UsageError, "expected either env or train_dataset"),
-        ({"env": Doubling, "train_dataset": ROWS}, UsageError, "expected either env or train_dataset"),
-        ({"env": Doubling, "reward_funcs": right}, UsageError, "go with train_dataset"),
+        ({}, UsageError, "expected either env or train_dataset, got neither"),
+        ({"env": Doubling, "train_dataset": ROWS}, UsageError, "expected either env or train_dataset, got both"),
+        ({"env": Doubling, "reward_funcs": right}, UsageError, "go with train_dataset, not with env"),
         ({"train_dataset": ROWS}, UsageError, "train_dataset needs reward_funcs"),
         ({"train_dataset": [{"text": "a"}], "reward_funcs": right}, ConfigError, r"got \['text'\]"),
         ({"env": Doubling, "args": {"training.learning_rat": 1.0}}, ConfigError, "learning_rate"),

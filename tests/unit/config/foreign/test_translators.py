@@ -460,6 +460,13 @@ def test_a_key_nobody_knows_is_reported_with_the_nearest_one():
     )
 
 
+def test_a_key_that_is_near_none_is_reported_without_a_list_of_all():
+    translation = translate("trl", {"zzz": 4})
+    assert translation.left_out == (
+        "zzz = 4: not a key that is known of TRL; `gspo-gym config parameters` lists those that are",
+    )
+
+
 def test_their_defaults_that_decided_are_listed():
     notes = translate("trl", {}).notes
     assert any("defaults of TRL" in note and "loss_type = 'dapo'" in note for note in notes)
@@ -476,6 +483,8 @@ def test_their_defaults_that_decided_are_listed():
             "TRL: loss_type: expected one of 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo', 'cispo', 'sapo', 'vespo', got "
             "'gspo'",
         ),
+        # of another trainer, in which beta mixes two divergences; it was taken for the weight of a KL term
+        ("trl", {"beta": 0.5, "lmbda": 1.0, "seq_kd": False}, "TRL: lmbda, seq_kd: settings of GKDConfig are not"),
         ("trl", {"gradient_checkpointing": "yes"}, "TRL: gradient_checkpointing: expected true or false, got 'yes'"),
         ("roll", {"actor_train": {"training_args": 3}}, "ROLL: actor_train.training_args: expected a table, got 3"),
         ("agilerl", {"clip_coef": [1.1, 1.2]}, "AgileRL: clip_coef: expected a number or two bounds around 1"),

@@ -352,13 +352,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no room for the cosine": (
         {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 40},
-        "optimizer.schedule: no step is left for the cosine: optimizer.warmup_steps = 40, and the run has 40 "
-        "optimizer steps",
+        "optimizer.schedule: no step is left for the cosine decay: optimizer.warmup_steps = 40, and the run has "
+        "40 optimizer steps",
     ),
     "no room for the linear decay after a fraction of warm-up": (  # 0.99 of 40 steps, rounded up
         {"optimizer.schedule": "linear", "optimizer.warmup_steps": 0.99},
-        "optimizer.schedule: no step is left for the linear: optimizer.warmup_steps = 0.99, and the run has 40 "
-        "optimizer steps",
+        "optimizer.schedule: no step is left for the linear decay: optimizer.warmup_steps = 0.99, and the run has "
+        "40 optimizer steps",
     ),
     "a part of a warm-up step": (
         {"optimizer.warmup_steps": 1.5},
