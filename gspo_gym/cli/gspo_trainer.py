@@ -137,7 +137,8 @@ class GSPOTrainer:
             name = env if isinstance(env, str) else _registered(env)
             options = rollout.get("env_config")
             sections = first_run(name, model=model, label=label or label_of(name).lower(), options=options).sections
-        self.config = RunConfig.from_dict(_merged(_nested(sections), overrides), source="GSPOTrainer")
+        below = _without_what_follows(_nested(sections), overrides)
+        self.config = RunConfig.from_dict(_merged(below, overrides), source="GSPOTrainer")
         self._set_aside = set_aside
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
@@ -356,6 +357,29 @@ def _registered(make: Callable[..., Any] | None) -> str:
     env_id = next(new for n in itertools.count() if (new := f"{name or 'Env'}-v{n}") not in gymnasium.registry)
     register(env_id, entry_point=make)
     return env_id
+
+
+def _without_what_follows(sections: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a first run's sections without its choices for an objective that `overrides` replace.
+
+    The caller did not set them and could not remove them; what the other objective has there follows from it.
+    """
+
+    def given(section: str, name: str, default: Any) -> Any:
+        table = overrides.get(section)
+        return table.get(name, default) if isinstance(table, Mapping) else default
+
+    learns_from_rewards = given("distillation", "reward", True)
+    has_clip = given("loss", "surrogate", "clip") == "clip" and learns_from_rewards
+    has_level = given("algorithm", "variety", None) is None and learns_from_rewards
+    dropped: dict[str, tuple[str, ...]] = {
+        "loss": () if has_clip else ("clip_low", "clip_high"),
+        "advantages": () if has_level else ("level",),
+    }
+    return {
+        section: {name: value for name, value in table.items() if name not in dropped.get(section, ())}
+        for section, table in sections.items()
+    }
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

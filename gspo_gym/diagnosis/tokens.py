@@ -130,9 +130,11 @@ def page_findings(run: Mapping[str, Json], steps: Sequence[Mapping[str, Json]]) 
 def unknown_settings(run: Mapping[str, Json]) -> list[str]:
     """Return the keys of a run of another version that its numbers follow from, and that are unknown here."""
     unknown: list[str] = []
-    for name, settings in (("loss", LossSettings), ("advantages", AdvantageSettings), ("rewards", RewardSettings)):
+    sections = {"loss": LossSettings, "advantages": AdvantageSettings, "rewards": RewardSettings}
+    for name, settings in (sections | {"distillation": DistillationSettings}).items():
         try:
-            settings(**run["rules"][name])
+            if (values := run["rules"].get(name)) is not None:
+                settings(**values)
         except ValidationError as error:
             unknown += [".".join(map(str, (name, *problem["loc"]))) for problem in error.errors()]
     return unknown

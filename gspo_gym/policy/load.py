@@ -487,6 +487,8 @@ def _load_adapter(folder: Path, form: _Form) -> Policy:
         quantization=quantization,
         attn_implementation=form.attention,
     )
+    # PEFT copies it into adapter_config.json: under the folder's name, what is saved later would need this folder.
+    base.model.name_or_path = below_adapter(folder)
     model = load_lora(base.model, folder, form.device)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(folder, **_OWN_FILES) if has_tokenizer else base.tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -124,6 +125,31 @@ def test_two_trainers_in_one_program_keep_their_rows() -> None:
     envs = [gspo_gym.make(trainer.config.rollout.env_name) for trainer in trainers]
     assert [env.reset(seed=0)[0][-1].content for env in envs] == ["0+1?", "0 and 1?"]
     assert trainers[0].config.run_folder != trainers[1].config.run_folder
+
+
+@pytest.mark.parametrize(
+    ("args", "clips", "level"),
+    [
+        ({}, (0.03, 0.04), "turn"),  # as the first run of GuessNumber has them
+        ({"loss.surrogate": "clip"}, (0.03, 0.04), "turn"),
+        ({"algorithm.variety": "gspo"}, (0.03, 0.04), "trajectory"),
+        ({"loss": {"surrogate": "sapo"}}, (3e-4, 4e-4), "turn"),  # which has no clip
+        (
+            {"loss.surrogate": "gmpo", "advantages.level": "trajectory"},
+            (1 - math.exp(-0.4), math.expm1(0.4)),
+            "trajectory",
+        ),
+        ({"distillation": {"teacher": "tiny:qwen3-64", "reward": False}}, (3e-4, 4e-4), "turn"),
+        ({"distillation": {"teacher": "tiny:qwen3-64"}}, (0.03, 0.04), "turn"),
+    ],
+)
+def test_what_follows_from_another_objective_is_its_own(
+    args: dict[str, Any], clips: tuple[float, float], level: str
+) -> None:
+    config = GSPOTrainer("tiny:qwen3-64", "GuessNumber", args=args).config
+    assert (config.loss.clip_low, config.loss.clip_high) == pytest.approx(clips)
+    assert config.advantages.level == level
+    assert gspo_gym.RunConfig.from_dict(config.model_dump(exclude_none=True)) == config
 
 
 def test_keys_go_over_the_defaults_nested_and_dotted() -> None:

@@ -491,6 +491,7 @@ def test_a_good_run_has_no_finding(runs: Path, url: str, monkeypatch: Patch, nam
     assert found_in(config.run_folder) == []
 
 
+@pytest.mark.slow
 def test_a_page_of_some_episodes_divides_by_all_that_a_teacher_with_feedback_taught(runs: Path) -> None:
     teacher = {"teacher": "self", "feedback": "environment"}
     config = config_of(runs, "taught_by_feedback", {"distillation": teacher, "loss": {"kl_coef": 0.0}})
@@ -521,8 +522,11 @@ def test_a_surrogate_that_is_added_to_the_learner_alone_is_right_on_the_page(run
     assert len(found_in(config.run_folder)) == 1  # by the rule that the settings then stand for
 
 
-def test_settings_of_another_version_are_not_judged() -> None:
-    rules = {"loss": {"retired": 1}, "advantages": {}, "rewards": {}}
+@pytest.mark.parametrize(
+    "changes", [{"loss": {"retired": 1}}, {"distillation": {"teacher": "t", "divergence": "of_a_later_version"}}]
+)
+def test_settings_of_another_version_are_not_judged(changes: dict[str, Any]) -> None:
+    rules = {"loss": {}, "advantages": {}, "rewards": {}, "distillation": None} | changes
     assert page_findings({"rules": rules}, [{"name": "step_000001", "step": 1, "groups": []}]) == []
 
 

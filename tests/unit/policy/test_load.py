@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,20 @@ def test_a_saved_adapter_loads_back_bit_for_bit_with_the_base_beside_it(tmp_path
     trainable = {name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad}
     assert trainable
     assert all("lora_" in name for name in trainable)
+
+
+def test_an_adapter_that_was_loaded_is_saved_without_need_of_the_folder_that_it_came_from(tmp_path: Path) -> None:
+    """As of a resumed run, whose older checkpoints are removed while it goes on."""
+    policy, older, newer = _trained_lora(seed=4), tmp_path / "older", tmp_path / "newer"
+    save_policy(policy, older)
+    save_policy(load_policy(str(older)), newer)
+    shutil.rmtree(older)
+    config = json.loads((newer / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == f"{TINY}@4"
+    assert (newer / "base").is_dir()
+    loaded, saved = load_policy(str(newer)).model.state_dict(), policy.model.state_dict()
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
 
 
 def test_an_adapter_without_its_base_folder_rebuilds_the_base_from_its_name(tmp_path: Path) -> None:
