@@ -7,6 +7,8 @@ import errno
 import gc
 import importlib
 import json
+import os
+import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -55,7 +57,7 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
     """Parse, call the chosen command's `run` and return its exit status; print our own errors without a traceback.
 
     The status is 0 for success, 1 for a failed check, 2 for a mistake of the caller, and after a signal 128 and its
-    number: 130 after Ctrl-C.
+    number: 130 after Ctrl-C, and 141 where the reader of the output has ended.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     for i in range(len(words) - 1, 0, -1):
@@ -69,6 +71,11 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
         setattr(arguments, list_option, [*getattr(arguments, list_option), *unparsed_words])
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if _is_read():
+            raise
+        return 128 + signal.SIGPIPE
     except GymError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -82,6 +89,16 @@ def parse_and_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
         print("stopped", file=sys.stderr)
         return exit_code_of(error)
     return status
+
+
+def _is_read() -> bool:
+    """Return whether the standard output still has a reader; without one (`| head`), nothing more is written there."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails again as it ends
+    return False
 
 
 @contextmanager

@@ -347,6 +347,9 @@ class Evaluation:
             parts.append(f"{self.num_retries} failed attempts played again")
         return "; ".join([", ".join(parts), *(f"{part.env_id}: {part.sentence()}" for part in self.parts)])
 
+    def __str__(self) -> str:
+        return self.sentence()  # the rows are many
+
     def _repr_html_(self) -> str:
         """Return the result and that of each environment, for a notebook."""
         return evaluations_html({self.env_id: self, **{part.env_id: part for part in self.parts}})

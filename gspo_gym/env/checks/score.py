@@ -74,7 +74,10 @@ async def tricks_do_not_pay(subject: Subject, findings: Findings) -> None:
         returns[player] = mean_return(_as_long_as_others(subject, runs) if player == _UNREADABLE else runs)
         for run in runs:
             if run.success and subject.reference_is_perfect:  # else a win may be luck, and only the mean counts
-                findings.fail(f"seed {run.seed}: expected {player} to fail, it succeeded")
+                findings.fail(
+                    f"seed {run.seed}: expected {player} to fail, it succeeded; where a guess can win, set "
+                    "reference_is_perfect = False, and only mean returns are compared"
+                )
     best, best_text = returns.get(settings.reference, subject.reward_range[1]), "the largest return"
     if settings.reference in returns:
         best_text = f"{settings.reference!r} on average"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,13 @@ def test_where_python_may_not_look_in_the_present_folder_the_command_does_not(fo
     done = run(folder, "env", "card", "mine:GuessNumber", PYTHONSAFEPATH="1")
     assert done.returncode == 2
     assert "cannot import 'mine'" in done.stderr
+
+
+def test_a_reader_that_has_ended_is_no_traceback(folder: Path) -> None:
+    """As in `gspo-gym config reference | head`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [COMMAND, "config", "reference"]
+    finished = subprocess.run(command, cwd=folder, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert (finished.returncode, finished.stderr) == (128 + signal.SIGPIPE, "")

@@ -408,8 +408,10 @@ def test_the_summary_holds_the_four_facts_and_the_sentence_says_them() -> None:
         "seeds": [0, 1, 2],
     }
     # Wilson for 1 of 2 is symmetric about 1/2: half width 1.96 sqrt(1/8 + 3.8415/16) / (1 + 1.9207) = 0.4055.
-    assert result.sentence() == (
-        "success 0.500 (95% 0.095 to 0.905), mean return 0.750, 1.00 turns, 2 episodes, 1 failed and left out"
+    assert (
+        str(result)
+        == result.sentence()
+        == ("success 0.500 (95% 0.095 to 0.905), mean return 0.750, 1.00 turns, 2 episodes, 1 failed and left out")
     )
 
 

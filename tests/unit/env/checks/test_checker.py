@@ -514,7 +514,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (KeepsEveryEpisode, "leaks", "expected an episode to leave nothing behind after close, got"),
     (playing(random=tell_sum), "tricks", "expected random to earn less than 'reference' on average (1), got 1"),
     (PaysForNothing, "tricks", "expected an empty answer to earn less than 'reference' on average (1), got 1"),
-    (EchoWins, "tricks", "seed 0: expected repeating the prompt to fail, it succeeded"),
+    (EchoWins, "tricks", "seed 0: expected repeating the prompt to fail, it succeeded; where a guess can win"),
     (BrokenTool, "messages", "tool knock: expected an answer to hand-written players, got in all"),
     (RaisingTool, "messages", "tool knock: expected an answer to arguments that fit its schema, got in all"),
     (TellsTheNumber, "copying", "expected info['expected'] to say nothing of the answer"),
