@@ -396,7 +396,11 @@ _BY_REWARDS = "goes by rewards, which distillation.reward = false does not learn
 
 
 def _is_by_rewards(key: str) -> Rule:
-    return Rule(key, lambda c: idle(key, _learns_from_rewards, _BY_REWARDS, default=_derived_default(c, key)).check(c))
+    def check(c: RunRecord) -> str | None:
+        is_set = value_at(c, key) not in (None, _derived_default(c, key))
+        return _BY_REWARDS if is_set and not _learns_from_rewards(c) else None
+
+    return Rule(key, check)
 
 
 @rule("rewards.overlong")

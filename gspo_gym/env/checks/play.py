@@ -153,11 +153,6 @@ async def _count_tasks(subject: Subject, findings: Findings) -> None:
         tuple(texts[start : start + len(action_lists)]) for start in range(0, len(texts), max(1, len(action_lists)))
     }
     findings.tell(f"{len(subject.seeds)} seeds gave at least {len(tasks)} different task{'s' * (len(tasks) != 1)}")
-    if len(tasks) == 1 < len(subject.seeds):
-        findings.notes.append(
-            f"{len(subject.seeds)} seeds could not be told apart, as if an evaluation played one task again and again: "
-            "draw the task from the seed and from more tasks, or hold out more of them (held_out_fraction)"
-        )
     findings.measurements["num_tasks"] = len(tasks)
 
 

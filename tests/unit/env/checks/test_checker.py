@@ -179,16 +179,6 @@ def test_notes_say_what_could_not_be_checked() -> None:
     )
 
 
-def test_an_environment_whose_seeds_are_all_the_same_task_is_noted() -> None:
-    class Heads(PlainCoin):
-        def reset(self, seed: int) -> Any:
-            return super().reset(1)
-
-    report = check(Heads)
-    assert report.facts[0].text == "4 seeds gave at least 1 different task"
-    assert any(note.startswith("4 seeds could not be told apart") for note in report.notes)
-
-
 def test_a_tool_that_refuses_what_nobody_could_guess_is_told_of() -> None:
     report = check(PickyTool)
     assert report.passed, str(report)
