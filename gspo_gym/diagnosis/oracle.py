@@ -123,11 +123,10 @@ def batch_of(records: StepRecords, state: State) -> Batch:
     shaped, state = _shape_advantages(records, advantages, np.flatnonzero((fates == NO_GRADIENT)[owner]), state)
     has_slope = np.bincount(owner, shaped.astype(np.float32) != 0, minlength=num_episodes) > 0
     has_slope &= config.get("distillation.reward", True)
-    reads_feedback = config.get("distillation.teacher") == "self"
-    has_slope |= config["loss.kl_coef"] > 0 or config["loss.entropy_coef"] > 0
-    has_slope |= "distillation.teacher" in config and not reads_feedback
+    teacher = config.get("distillation.teacher")
+    has_slope |= config["loss.kl_coef"] > 0 or config["loss.entropy_coef"] > 0 or teacher not in (None, "self")
     # Then it is seen if another of its minibatch has one.
-    if reads_feedback or any(config[key] not in (0, "none") for key in _SHAPING):
+    if teacher == "self" or any(config[key] not in (0, "none") for key in _SHAPING):
         has_slope |= records.columns["optimizer_step"].max(0) >= 0
     is_trained = (fates == NO_GRADIENT) & has_slope
     return Batch(np.where(is_trained[owner], shaped, advantages), fates, is_kept, is_trained, state)

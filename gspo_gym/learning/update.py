@@ -347,15 +347,6 @@ class Learner:
     def _has_other_terms(self) -> bool:  # under which a token without an advantage has a gradient
         return self._loss.kl_coef > 0 or self._loss.entropy_coef > 0 or self._teacher is not None
 
-    def _has_gradient(self, minibatch: _Minibatch) -> bool:
-        if self._loss.kl_coef > 0 or self._loss.entropy_coef > 0:
-            return True
-        # A teacher with feedback may have none about the turns of a minibatch; None: it speaks of all.
-        if self._teacher is not None and minibatch.denominators.num_taught != 0:
-            return True
-        learns_from_rewards = self._distillation is None or self._distillation.reward
-        return learns_from_rewards and any(bool(part.batch.advantages.any()) for part in minibatch.parts)
-
     def _order(self, num_minibatches: int, epoch: int) -> list[int]:
         generator = seeding.generator(self._seed, "order", self._num_updates, epoch)
         return [int(number) for number in generator.permutation(num_minibatches)]
@@ -399,7 +390,7 @@ class Learner:
     def _step(
         self, minibatch: _Minibatch, tally: Tally, router_load: RouterLoad, sink: TokenSink, *, is_first_epoch: bool
     ) -> None:
-        if not minibatch.parts or not self._has_gradient(minibatch):
+        if not minibatch.parts or not _has_gradient(minibatch, self._loss, self._distillation):
             tally.add_empty_step()  # and no step: momentum alone would move the weights
             return
         # The learner's logprobs before the update are the old ones; where the engine's stand for these, the present
@@ -529,6 +520,16 @@ def _prepare(teacher: _AnyTeacher | None, batches: Sequence[TrainBatch]) -> None
 def _num_taught(minibatch: TrainBatch) -> int | None:
     """Return the tokens that a teacher with feedback speaks of, without those of masked trajectories; None: of all."""
     return None if minibatch.is_taught is None else int(minibatch.is_taught[~minibatch.is_masked].sum())
+
+
+def _has_gradient(minibatch: _Minibatch, loss: LossSettings, distillation: DistillationSettings | None) -> bool:
+    if loss.kl_coef > 0 or loss.entropy_coef > 0:
+        return True
+    # A teacher with feedback may have none about the turns of a minibatch; None: it speaks of all.
+    if distillation is not None and minibatch.denominators.num_taught != 0:
+        return True
+    learns_from_rewards = distillation is None or distillation.reward
+    return learns_from_rewards and any(bool(part.batch.advantages.any()) for part in minibatch.parts)
 
 
 def _loss(
