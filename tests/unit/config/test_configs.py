@@ -19,10 +19,10 @@ RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.toml"))
 def stand_in(path):
     """Overrides that keep everything but the download, the length of the context, and a run as a teacher."""
     values = tomllib.loads(path.read_text())
-    teacher = [f"distillation.teacher={values['model']['base']}"] if "distillation" in values else []
-    if values["model"]["base"].startswith("tiny:"):
-        return teacher
-    return ["model.base=tiny:qwen3-64", "rollout.max_model_len=4096", *teacher]
+    own = values["model"]["base"]
+    base = own if own.startswith("tiny:") else "tiny:qwen3-64"
+    teacher = [f"distillation.teacher={base}"] if "distillation" in values else []
+    return teacher if base == own else [f"model.base={base}", "rollout.max_model_len=4096", *teacher]
 
 
 def test_there_are_configs_for_each_bundled_environment_and_a_hub_model():
