@@ -397,8 +397,9 @@ _BY_REWARDS = "goes by rewards, which distillation.reward = false does not learn
 
 def _is_by_rewards(key: str) -> Rule:
     def check(c: RunRecord) -> str | None:
-        is_set = value_at(c, key) not in (None, _derived_default(c, key))
-        return _BY_REWARDS if is_set and not _learns_from_rewards(c) else None
+        if _learns_from_rewards(c) or value_at(c, key) in (None, _derived_default(c, key)):
+            return None
+        return _BY_REWARDS
 
     return Rule(key, check)
 
