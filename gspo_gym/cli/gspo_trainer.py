@@ -264,9 +264,10 @@ def _dataset_env(
     if not functions:
         raise UsageError("GSPOTrainer: train_dataset needs reward_funcs, which say what an answer is worth")
     column = "question"
-    first = rows[0] if not isinstance(rows, str) and len(rows) else {}
     if isinstance(rows, str):
         first = next((row.values for row in read_rows(rows)), {})
+    else:
+        first = rows[0] if len(rows) else {}
     if first and column not in first:
         column = "prompt"
         if not isinstance(first.get(column), str):
